@@ -1,0 +1,21 @@
+"""Where measurements go."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ilse_embed.environment import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, content: dict[str, Any]) -> Path:
+    """Write ``results/<name>.json``, with command, machine and versions."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    run = environment(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
+    path.write_text(json.dumps({"run": run, **content}, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,133 @@
+"""What every encoder is: ``(B, L, d)`` layer features in, ``(B, m)`` embeddings out; and their registry."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ilse_embed.modules import HeadModule, check_layers
+
+ENCODERS: dict[str, type[LayerEncoder]] = {}
+"""Encoders by the name that the CLI and the recipes use."""
+
+EncoderType = TypeVar("EncoderType", bound="type[LayerEncoder]")
+
+
+def register(name: str) -> Callable[[EncoderType], EncoderType]:
+    """Class decorator: enter an encoder in `ENCODERS`.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+
+    def enter(encoder: EncoderType) -> EncoderType:
+        if name in ENCODERS:
+            raise ValueError(f"the encoder name {name!r} is taken by {ENCODERS[name].__name__}")
+        ENCODERS[name] = encoder
+        return encoder
+
+    return enter
+
+
+class LayerEncoder(HeadModule):
+    """Fuses the layers of a text into one embedding.
+
+    Shapes:
+        features["layer_embeddings"]: (B, L, d) -> features["sentence_embedding"]: (B, m)
+    """
+
+    def __init__(self, num_layers: int, layer_width: int) -> None:
+        """Remember the shape of the layer features.
+
+        Args:
+            num_layers: Layers L.
+            layer_width: Backbone width d.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_layers = num_layers
+        self.layer_width = layer_width
+
+    @abstractmethod
+    def encode_layers(self, layers: Tensor) -> Tensor:
+        """Fuse.
+
+        Shapes:
+            layers: (B, L, d) float32 -> (B, m)
+        """
+
+    @abstractmethod
+    def get_embedding_dimension(self) -> int:
+        """Embedding width m."""
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Add ``sentence_embedding``.
+
+        Raises:
+            ValueError: If the layer features have another depth or width than this encoder.
+        """
+        layers = features["layer_embeddings"]
+        check_layers(layers, self.num_layers, self.layer_width)
+        features["sentence_embedding"] = self.encode_layers(layers)
+        return features
+
+
+def build_encoder(name: str, num_layers: int, layer_width: int, **options: Any) -> LayerEncoder:
+    """Make an encoder by name.
+
+    Args:
+        name: One of `ENCODERS`.
+        num_layers: Layers L.
+        layer_width: Backbone width d.
+        **options: Arguments of the encoder's class.
+
+    Raises:
+        ValueError: If the name is unknown or the encoder does not take an option.
+    """
+    if name not in ENCODERS:
+        raise ValueError(f"encoder is {name!r}; allowed are {json.dumps(sorted(ENCODERS))}")
+    unknown = set(options) - set(encoder_options(name))
+    if unknown:
+        raise ValueError(f"encoder {name!r} has no option {sorted(unknown)}; it takes {sorted(encoder_options(name))}")
+    return ENCODERS[name](num_layers, layer_width, **options)
+
+
+def encoder_options(name: str) -> list[str]:
+    """The options that an encoder takes beside the shape of the layer features."""
+    return list(inspect.signature(ENCODERS[name]).parameters)[2:]
+
+
+LAYER_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda layers: layers.mean(1),
+    "sum": lambda layers: layers.sum(1),
+}
+"""Ways to pool over the layers, (B, L, m) -> (B, m)."""
+
+
+def check_options(*, pool: str, **sizes: int) -> None:
+    """Refuse an unknown pool over layers and negative sizes, when an encoder is built and not at its first batch.
+
+    Raises:
+        ValueError: With the option, what came and what is allowed.
+    """
+    if pool not in LAYER_POOLS:
+        raise ValueError(f"pool is {pool!r}; allowed are {json.dumps(list(LAYER_POOLS))}")
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name} is {size}; it must not be negative")
+
+
+def dense_blocks(width_in: int, width: int, depth: int, dropout: float) -> nn.Sequential:
+    """``depth`` times Linear, ReLU, dropout; the first from ``width_in``, all to ``width``."""
+    widths = [width_in] + [width] * depth
+    blocks = (
+        module
+        for w_in, w_out in pairwise(widths)
+        for module in (nn.Linear(w_in, w_out), nn.ReLU(), nn.Dropout(dropout))
+    )
+    return nn.Sequential(*blocks)

@@ -1,0 +1,63 @@
+"""DeepSets over the layers: no edges."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ilse_embed.encoders.base import LAYER_POOLS, LayerEncoder, check_options, dense_blocks, register
+
+
+@register("set")
+class DeepSets(LayerEncoder):
+    """Set-Encoder: rho(pool over layers of phi(layer)), phi and rho of Linear, ReLU, dropout.
+
+    Source: Zaheer et al., "Deep Sets", arXiv 1703.06114, theorem 2; as "Set-Encoder" in arXiv 2603.22665.
+    """
+
+    __module__ = "ilse_embed"
+    config_keys = ["num_layers", "layer_width", "hidden", "pre", "post", "pool", "dropout"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        num_layers: int,
+        layer_width: int,
+        hidden: int = 256,
+        pre: int = 1,
+        post: int = 0,
+        pool: str = "mean",
+        dropout: float = 0.0,
+    ) -> None:
+        """Set the sizes.
+
+        Args:
+            num_layers: Layers L.
+            layer_width: Backbone width d.
+            hidden: Embedding width m.
+            pre: Depth of phi, applied to each layer.
+            post: Depth of rho, applied after the pool.
+            pool: "mean" or "sum" over layers.
+            dropout: Probability after each ReLU.
+
+        Raises:
+            ValueError: If ``pre`` and ``post`` are both 0, or ``pool`` is unknown.
+        """
+        super().__init__(num_layers, layer_width)
+        check_options(pool=pool, pre=pre, post=post)
+        if pre == post == 0:
+            raise ValueError("pre and post are both 0; at least one must be positive")
+        self.hidden, self.pre, self.post, self.pool, self.dropout = hidden, pre, post, pool, dropout
+        self.phi = dense_blocks(layer_width, hidden, pre, dropout)
+        self.rho = dense_blocks(hidden if pre else layer_width, hidden, post, dropout)
+
+    def encode_layers(self, layers: Tensor) -> Tensor:
+        """Fuse.
+
+        Shapes:
+            layers: (B, L, d) -> (B, m)
+        """
+        fused: Tensor = self.rho(LAYER_POOLS[self.pool](self.phi(layers)))
+        return fused
+
+    def get_embedding_dimension(self) -> int:
+        """Embedding width m."""
+        return self.hidden

@@ -1,0 +1,97 @@
+"""Scores of embeddings and of single layers without the harness: for choosing on validation and for quick tables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+from ilse_embed.features import LayerTable
+from ilse_embed.scaling import LayerScaling
+from ilse_embed.tasks import Labelled, Pairs, Split, Task
+from ilse_embed.training import TrainedHead
+
+BATCH_TEXTS = 1024
+"""Texts that an encoder takes at once; a graph's nodes take several times the memory of the layers."""
+
+
+def sts_score(left: Tensor, right: Tensor, scores: NDArray[np.float64]) -> float:
+    """Spearman correlation x 100 of cosine and gold score.
+
+    Shapes:
+        left, right: (n, m), scores: (n,) -> scalar
+    """
+    cosine = torch.nn.functional.cosine_similarity(left, right, dim=-1)
+    return 100 * float(spearmanr(cosine.numpy(), scores).statistic)
+
+
+def probe_accuracy(train: Tensor, train_labels: Sequence[str], test: Tensor, test_labels: Sequence[str]) -> float:
+    """Accuracy x 100 of logistic regression with mteb's settings, on all training texts.
+
+    Shapes:
+        train: (n, m), test: (k, m) -> scalar
+    """
+    probe: Any = LogisticRegression(max_iter=100, random_state=42)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # mteb stops after 100 iterations too
+        probe.fit(train.numpy(), np.array(train_labels))
+    return 100 * float(np.mean(probe.predict(test.numpy()) == np.array(test_labels)))
+
+
+def layer_features(task: Task, table: LayerTable, split: Split, scaling: LayerScaling | None) -> list[Tensor]:
+    """Scaled layer features of a split: one (n, L, d) for texts, two for pairs.
+
+    Shapes:
+        -> (n, L, d), once or twice
+    """
+    data = task.splits[split]
+    columns = [data.texts] if isinstance(data, Labelled) else [data.sentence1, data.sentence2]
+    selected = [table.select(column) for column in columns]
+    return [layers if scaling is None else scaling.scale_layers(layers) for layers in selected]
+
+
+def untrained_score(task: Task, split: Split, evaluated: Sequence[Tensor], train: Sequence[Tensor]) -> float:
+    """Score x 100 of embeddings that were not trained: cosine for STS, a probe on all training labels else.
+
+    Shapes:
+        evaluated: (n, m) once or twice, train: (k, m) -> scalar
+    """
+    data, train_data = task.splits[split], task.splits["train"]
+    if isinstance(data, Pairs):
+        return sts_score(evaluated[0], evaluated[1], data.scores)
+    assert isinstance(train_data, Labelled)
+    return probe_accuracy(train[0], train_data.labels, evaluated[0], data.labels)
+
+
+def layer_scores(task: Task, table: LayerTable, split: Split, scaling: LayerScaling | None) -> list[float]:
+    """Score x 100 of each single layer, untrained; the best one is chosen on the validation split, never on test."""
+    evaluated = layer_features(task, table, split, scaling)
+    train = layer_features(task, table, "train", scaling)
+    return [
+        untrained_score(task, split, [part[:, layer] for part in evaluated], [part[:, layer] for part in train])
+        for layer in range(evaluated[0].shape[1])
+    ]
+
+
+def trained_score(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> float:
+    """Score x 100 of a trained head: cosine for STS, accuracy of the linear head for classification."""
+    data = task.splits[split]
+    trained.encoder.eval()
+    with torch.inference_mode():
+        parts = [
+            torch.cat([trained.encoder.encode_layers(some) for some in torch.split(layers, BATCH_TEXTS)])
+            for layers in layer_features(task, table, split, trained.scaling)
+        ]
+        if isinstance(data, Pairs):
+            return sts_score(parts[0], parts[1], data.scores)
+        assert trained.head is not None
+        predicted = trained.head.linear(parts[0]).argmax(-1)
+    return 100 * float(np.mean([trained.head.labels[p] == y for p, y in zip(predicted, data.labels, strict=True)]))

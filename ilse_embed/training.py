@@ -1,0 +1,386 @@
+"""Train a head on cached layer features with the stock trainer of sentence-transformers. No language model in memory.
+
+Letters: ``B`` texts, ``L`` layers, ``d`` backbone width, ``m`` embedding width, ``C`` classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets.arrow_dataset import Dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.base.modules import Normalize
+from sentence_transformers.sentence_transformer.evaluation import BaseEvaluator, EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.losses import CoSENTLoss, CosineSimilarityLoss
+from torch import Tensor, nn
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers.trainer_callback import TrainerState
+
+from ilse_embed.checkpoints import claim, ended, last_checkpoint
+from ilse_embed.encoders import ENCODERS, LayerEncoder, build_encoder, encoder_options
+from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
+from ilse_embed.heads import LinearHead
+from ilse_embed.modules import HeadModule
+from ilse_embed.recipes import Recipe
+from ilse_embed.scaling import LayerScaling
+from ilse_embed.tasks import Labelled, Pairs, Task
+
+Progress = Callable[[int, int, float], None]
+"""Called after each epoch with (epochs done, most epochs, validation score)."""
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """The trained parts and how training went.
+
+    Attributes:
+        scaling: Fitted scaling, or None.
+        encoder: The encoder.
+        head: Linear classifier, for classification.
+        validation: Best validation score x 100: Spearman or accuracy.
+        epochs: Epochs run.
+        seconds: Wall time of training, scaling included.
+        parameters: Number of trained parameters.
+        provenance: What an artifact records.
+    """
+
+    scaling: LayerScaling | None
+    encoder: LayerEncoder
+    head: LinearHead | None
+    validation: float
+    epochs: int
+    seconds: float
+    parameters: int
+    provenance: dict[str, Any]
+
+
+class CosineToScore(nn.Module):
+    """Map a cosine in [-1, 1] linearly to the score range, as the authors' objective does."""
+
+    def __init__(self, low: float, high: float) -> None:
+        """Set the score range."""
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, cosine: Tensor) -> Tensor:
+        """Map.
+
+        Shapes:
+            cosine: (B,) -> (B,)
+        """
+        return self.low + (cosine + 1) / 2 * (self.high - self.low)
+
+
+class ClassificationLoss(nn.Module):
+    """Cross-entropy on the logits of the pipeline's `LinearHead`.
+
+    The classifier belongs to the model and not to the loss, for parameters of a loss are trained but never saved.
+    """
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        """Keep the model; the trainer optimises its parameters through the loss."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
+        """Loss of a batch.
+
+        Shapes:
+            labels: (B,) class numbers -> scalar
+        """
+        (features,) = sentence_features
+        return nn.functional.cross_entropy(self.model(features)["logits"], labels)
+
+
+class AccuracyEvaluator(BaseEvaluator):
+    """Accuracy of the linear head on labelled texts."""
+
+    def __init__(self, data: Labelled, name: str) -> None:
+        """Keep the data.
+
+        Args:
+            data: Texts and their labels.
+            name: Prefix of the metric.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.data, self.name = data, name
+        self.primary_metric = f"{name}_accuracy"
+
+    def __call__(
+        self, model: Any, output_path: str | None = None, epoch: int = -1, steps: int = -1
+    ) -> dict[str, float]:
+        """Predict and compare."""
+        head = next(module for module in model if isinstance(module, LinearHead))
+        logits = torch.stack(model.encode(self.data.texts, output_value="logits", batch_size=256))
+        predicted = [head.labels[column] for column in logits.argmax(-1)]
+        right = [one == label for one, label in zip(predicted, self.data.labels, strict=True)]
+        return {f"{self.name}_accuracy": float(np.mean(right))}
+
+
+class _HeadTrainer(SentenceTransformerTrainer):
+    """Save and reload only what is trained.
+
+    The stock trainer builds the whole model a second time to reload it, and takes longer for the model card of each
+    checkpoint than for an epoch on a small training split.
+    """
+
+    def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
+        pass
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(str(output_dir or self.args.output_dir), create_model_card=False)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        for position, module in enumerate(self.model.children()):
+            if isinstance(module, HeadModule) and any(p.requires_grad for p in module.parameters()):
+                subfolder = f"{position}_{type(module).__name__}"
+                module.load_torch_weights(resume_from_checkpoint, subfolder=subfolder, model=module)
+
+
+class _Report(TrainerCallback):
+    def __init__(self, metric: str, progress: Progress | None) -> None:
+        self.metric, self.progress = metric, progress
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.progress is not None:
+            self.progress(round(state.epoch), int(args.num_train_epochs), 100 * kwargs["metrics"][self.metric])
+
+
+def train(
+    task: Task,
+    table: LayerTable,
+    encoder: str = "cayley",
+    recipe: Recipe | None = None,
+    *,
+    seed: int = 0,
+    encoder_args: dict[str, Any] | None = None,
+    checkpoints: Path | None = None,
+    progress: Progress | None = None,
+) -> TrainedHead:
+    """Train an encoder, and for classification a linear head with it.
+
+    Args:
+        task: Training and validation split; the test split is not read.
+        table: Layer features of their texts, pooled as the recipe says.
+        encoder: Name of the encoder.
+        recipe: All options; the recipe "default" if None.
+        seed: Draws initial weights, dropout and batches.
+        encoder_args: Options of the encoder beyond the recipe's, for example ``{"layer": 12}``.
+        checkpoints: Folder for a checkpoint after each epoch; training goes on from the last one there, and ends with
+            the same weights as a run that nothing disturbed. It is removed at the end. None: a temporary folder.
+        progress: Called after each epoch.
+
+    Raises:
+        ValueError: As `initial_parts`, or if ``checkpoints`` holds something else than checkpoints of this run.
+        FloatingPointError: If no epoch has a finite validation score.
+    """
+    recipe = recipe or Recipe()
+    started = time.perf_counter()
+    fusion, head = initial_parts(task, table.layers.shape[1:], encoder, recipe, seed=seed, encoder_args=encoder_args)
+    texts = task.texts("train", "validation")
+    scaling = fit_scaling(table, task.texts("train")) if recipe.scaling else None
+    layers = table.select(texts)
+    if scaling is not None:
+        layers = scaling.scale_layers(layers)
+    cached = CachedLayers(LayerTable({text: row for row, text in enumerate(texts)}, layers))
+
+    modules = {"cached": cached, "encoder": fusion, "head": head, "normalize": Normalize()}
+    present = OrderedDict((name, module) for name, module in modules.items() if module is not None)
+    model = SentenceTransformer(modules=present)  # type: ignore[arg-type]
+    settings = {"task": task.name, "encoder": encoder, "encoder_args": encoder_args or {}, "seed": seed}
+    settings |= {f"recipe.{key}": value for key, value in asdict(recipe).items()}
+    settings |= {"data": _fingerprint(task), "features": [*layers.shape, f"{table.select(texts[:1]).abs().mean():.2g}"]}
+    with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
+        folder = Path(temporary) if checkpoints is None else checkpoints.resolve()
+        claim(folder, settings)
+        state = _fit(model, task, recipe, seed, folder, progress)
+        if checkpoints is not None:
+            shutil.rmtree(folder)
+    model.cpu().eval()
+    validation = 100 * float(state.best_metric or 0.0)
+    provenance = {
+        "task": task.name,
+        "training_datasets": [task.name],
+        "dataset_revision": task.revision,
+        "encoder": encoder,
+        "encoder_args": encoder_args or {},
+        "recipe": asdict(recipe),
+        "seed": seed,
+        "validation": round(validation, 4),
+        "labels": task.labels if head is not None else None,
+    }
+    return TrainedHead(
+        scaling,
+        fusion,
+        head,
+        validation=validation,
+        epochs=round(state.epoch or 0),
+        seconds=time.perf_counter() - started,
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        provenance=provenance,
+    )
+
+
+def initial_parts(
+    task: Task,
+    shape: Sequence[int],
+    encoder: str,
+    recipe: Recipe,
+    *,
+    seed: int = 0,
+    encoder_args: dict[str, Any] | None = None,
+) -> tuple[LayerEncoder, LinearHead | None]:
+    """The encoder, and for classification the linear head, as training starts with them.
+
+    What cannot be trained is refused here; call it before the extraction to know early.
+
+    Args:
+        task: As in `train`.
+        shape: Layers L and backbone width d.
+        encoder: As in `train`.
+        recipe: As in `train`.
+        seed: As in `train`.
+        encoder_args: As in `train`.
+
+    Raises:
+        ValueError: If the task has no training split or all its scores are equal, the encoder or an option of it is
+            unknown, or nothing would be trained.
+    """
+    for split in ("train", "validation"):
+        if split not in task.splits:
+            raise ValueError(f"{task.name} has no {split} split; it can be evaluated but not trained on")
+    if task.score_range is not None and not task.score_range[0] < task.score_range[1]:
+        raise ValueError(f"{task.name} has the score range {task.score_range}; its ends must differ")
+    known = encoder_options(encoder) if encoder in ENCODERS else []
+    options = {key: value for key, value in asdict(recipe).items() if key in known}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        fusion = build_encoder(encoder, *shape, **options | (encoder_args or {}))
+        head = LinearHead(fusion.get_embedding_dimension(), task.labels) if task.kind == "classification" else None
+    if head is None and not any(parameter.requires_grad for parameter in fusion.parameters()):
+        raise ValueError(
+            f"encoder {encoder!r} has no parameters and the task {task.name} no linear head: nothing to train"
+        )
+    return fusion, head
+
+
+def _fit(
+    model: SentenceTransformer, task: Task, recipe: Recipe, seed: int, folder: Path, progress: Progress | None
+) -> TrainerState:
+    """Train, or go on where the last checkpoint in the folder is; the model then has the best epoch's weights."""
+    dataset, loss, evaluator, metric = _objective(model, task, recipe)
+    plateau = recipe.schedule == "reduce_lr_on_plateau"
+    args = SentenceTransformerTrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=recipe.epochs,
+        per_device_train_batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        lr_scheduler_type=recipe.schedule,
+        lr_scheduler_kwargs={"mode": "max", "patience": 3, "factor": 0.5} if plateau else {},
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=2,  # the best and the last; with 1 the trainer removes the last at the end
+        load_best_model_at_end=True,
+        restore_callback_states_from_checkpoint=True,  # else a resumed run forgets how long it has been patient
+        metric_for_best_model=metric,
+        greater_is_better=True,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=seed,
+    )
+    optimizer: Any = None
+    if recipe.optimizer == "adam":
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    trainer = _HeadTrainer(
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        loss=loss,
+        evaluator=evaluator,
+        optimizers=(optimizer, None),  # type: ignore[arg-type]
+        callbacks=[EarlyStoppingCallback(recipe.patience), _Report(metric, progress)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    last, state = last_checkpoint(folder) or (None, None)
+    if state is None or not ended(state, recipe.epochs):
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        state = trainer.state
+    if state.best_metric is None or not math.isfinite(state.best_metric):
+        raise FloatingPointError(
+            f"no epoch of training on {task.name} has a finite validation score; lower the learning rate "
+            f"({recipe.learning_rate:g}) or turn the scaling on"
+        )
+    trainer._load_from_checkpoint(str(folder / f"checkpoint-{state.best_global_step}"))
+    return state
+
+
+def _fingerprint(task: Task) -> str:
+    digest = hashlib.sha256(repr((task.revision, task.score_range)).encode())
+    for rows in (task.splits["train"], task.splits["validation"]):
+        columns = vars(rows)
+        digest.update(repr({key: list(column) for key, column in columns.items()}).encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _global_seeds_kept() -> Iterator[None]:
+    """The trainer seeds every global generator; the caller's go on as if it had not."""
+    kept = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])  # noqa: NPY002
+
+
+def _objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[Dataset, nn.Module, BaseEvaluator, str]:
+    """Dataset, loss, evaluator and the name of its metric."""
+    train_split, validation = task.splits["train"], task.splits["validation"]
+    if isinstance(train_split, Labelled) and isinstance(validation, Labelled):
+        number = {label: row for row, label in enumerate(task.labels)}
+        columns = {"text": train_split.texts, "label": [number[label] for label in train_split.labels]}
+        accuracy = AccuracyEvaluator(validation, "validation")
+        return Dataset.from_dict(columns), ClassificationLoss(model), accuracy, "eval_validation_accuracy"
+    if not (isinstance(train_split, Pairs) and isinstance(validation, Pairs) and task.score_range is not None):
+        raise ValueError(f"{task.name} is neither a classification task nor an STS task with a score range")
+    low, high = task.score_range
+    scores = train_split.scores
+    loss: nn.Module
+    if recipe.sts_loss == "mse_score_range":
+        loss = CosineSimilarityLoss(model, cos_score_transformation=CosineToScore(low, high))
+    else:
+        scores = (scores - low) / (high - low)
+        loss = CoSENTLoss(model) if recipe.sts_loss == "cosent" else CosineSimilarityLoss(model)
+    columns = {"sentence1": train_split.sentence1, "sentence2": train_split.sentence2, "score": scores.tolist()}
+    evaluator = EmbeddingSimilarityEvaluator(
+        validation.sentence1,
+        validation.sentence2,
+        validation.scores.tolist(),
+        batch_size=256,
+        name="validation",
+        similarity_fn_names=["cosine"],
+        write_csv=False,
+    )
+    return Dataset.from_dict(columns), loss, evaluator, "eval_validation_spearman_cosine"

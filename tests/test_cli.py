@@ -1,0 +1,542 @@
+"""The command `ilse` on a tiny backbone and a small mirror, offline: what it writes, and one message if it cannot."""
+
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import transformers
+import typer
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load
+from ilse_embed.evaluation import model_meta
+from ilse_embed.features import extract
+from ilse_embed.recipes import RECIPES, Recipe
+from ilse_embed.scoring import trained_score
+from ilse_embed.tasks import load_task
+from ilse_embed.training import train
+
+KINDS = {
+    "card_arrival": "Where is my",
+    "lost_card": "I cannot find my",
+    "top_up": "Please add money to the",
+    "other": "Hm,",
+}
+THINGS = ("card", "old card", "new card", "travel card", "card, the blue one", "🙂 card", "carte dorée", "card!")
+TEXTS = [
+    "A ferry, at “seven”.",
+    "",
+    "line's end",
+    "[bold]markup[/] 漢字",
+    "A ferry, at “seven”.",
+    "cut \ud83d off",
+    "x" * 300,
+]
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections() -> Iterator[None]:
+    """The trainer collects garbage at each start, over all that was imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@dataclasses.dataclass
+class Result:
+    code: int
+    out: str
+    error: str
+
+
+Ilse = Callable[..., Result]
+
+
+@pytest.fixture
+def ilse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Ilse]:
+    """The command as the shell starts it, in this process and in a folder of its own."""
+    monkeypatch.setenv("ILSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ILSE_DEBUG", raising=False)
+    names = (None, "sentence_transformers", "mteb", "datasets", "httpx")
+    levels = {name: logging.getLogger(name).level for name in names}
+    handlers, verbosity = list(logging.getLogger().handlers), transformers.logging.get_verbosity()
+
+    def run(*arguments: Any) -> Result:
+        monkeypatch.setattr(sys, "argv", ["ilse", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        out, error = capsys.readouterr()
+        return Result(code, out, error)
+
+    yield run
+    logging.getLogger().handlers[:] = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """STSBenchmark and Banking77Classification as the real mirror has them, with made-up rows."""
+    root = tmp_path_factory.mktemp("mirror")
+
+    def put(task: str, split: str, rows: list[dict[str, Any]]) -> None:
+        (root / task).mkdir(exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(rows), root / task / f"{split}.parquet")
+
+    for split, times in (("train", 3), ("test", 1)):
+        rows = [
+            {"text": f"{start} {thing} {split} {i}", "label": number, "label_text": label}
+            for number, (label, start) in enumerate(KINDS.items())
+            for thing in THINGS
+            for i in range(times)
+        ]
+        put("Banking77Classification", split, rows)
+    starts = list(KINDS.values())
+    for split, shift in (("train", 0), ("validation", 1), ("test", 2)):
+        put(
+            "STSBenchmark",
+            split,
+            [
+                {"sentence1": f"{a} {one}.", "sentence2": f"{b} {two}{'!' * shift}", "score": score}
+                for i, (a, one) in enumerate((a, one) for a in starts for one in THINGS)
+                for b, two in ((starts[(i + shift) % 4], THINGS[(i * 3) % 8]),)
+                for score in (5.0 * (a == b) * 0.5 + 2.5 * (one == two),)
+            ],
+        )
+    return root
+
+
+@pytest.fixture(scope="module")
+def model(tiny_backbone: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model that was not trained, with a classifier."""
+    torch.manual_seed(0)
+    backbone = LayerTransformer(str(tiny_backbone()), max_seq_length=64)
+    folder = tmp_path_factory.mktemp("models") / "untrained"
+    build(backbone, build_encoder("cayley", 4, 32, hidden=12), head=LinearHead(12, list(KINDS))).save(str(folder))
+    return folder
+
+
+def assert_refused(result: Result, message: str) -> None:
+    """Exit code 1 and one message, of one line, without a traceback."""
+    assert result.code == 1, result
+    assert "Traceback" not in result.error + result.out
+    errors = [line for line in result.error.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0], result
+
+
+# ---------------------------------------------------------------------------------------------- train, evaluate, encode
+
+
+def test_train_evaluate_encode(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
+    """The three commands after each other, for both kinds of task; all figures agree."""
+    usual = ("--backbone", tiny_backbone(), "--data-dir", mirror, "--hidden", 16, "--batch-size", 8)
+    for task, protocol in (("STSBenchmark", "probe"), ("Banking77Classification", "head")):
+        output, report = tmp_path / "models" / task, tmp_path / "reports" / f"{task}.json"
+        done = ilse("train", "--task", task, "--output", output, "--json", report, *usual, "--epochs", 3, "--seed", 5)
+        assert done.code == 0, done.error
+        measured = json.loads(report.read_text(encoding="utf-8"))
+        recipe = RECIPES["default"].replace(hidden=16, batch_size=8, epochs=3)
+        data = load_task(task, mirror)
+        table = extract(LayerTransformer(str(tiny_backbone())), data.texts())
+        alone = train(data, table, "cayley", recipe, seed=5)
+        score = trained_score(alone, data, table, "test")
+        assert measured["test"] == pytest.approx(score, abs=0.05)
+        assert measured["validation"] == pytest.approx(alone.validation, abs=0.05)
+        assert measured["recipe"] == dataclasses.asdict(recipe) and measured["epochs"] == alone.epochs
+        assert recipe.name == "default,batch_size=8,epochs=3,hidden=16"
+        assert measured["parameters"] == alone.parameters and measured["model"] == str(output)
+        assert measured["seed"] == 5 and measured["task"] == task and len(measured["dataset_revision"]) == 40
+        assert measured["run"]["command"].startswith(f"ilse train --task {task}") and measured["seconds"] > 0
+        assert f"validation {measured['validation']:.2f}, test {measured['test']:.2f}" in done.out
+        saved = load(output)
+        assert saved.provenance == {key: measured[key] for key in saved.provenance} | {
+            "validation": round(measured["validation"], 4)
+        }
+        assert saved.provenance["recipe"]["name"] == recipe.name
+        assert list((tmp_path / "cache/features").glob("*/*.safetensors"))  # the store is in the cache
+        assert not list(output.parent.glob(".*"))  # no checkpoints, no temporary folder
+
+        results = tmp_path / "results"
+        arguments = ("--data-dir", mirror, "--protocol", protocol, "--output", results, "--json", report)
+        done = ilse("evaluate", output, "--tasks", task, *arguments)
+        assert done.code == 0, done.error
+        name = task if protocol == "probe" else f"{task}-head"
+        scores = json.loads(report.read_text())
+        assert scores["scores"] == {name: pytest.approx(score, abs=0.2)} and scores["protocol"] == protocol
+        meta = model_meta(saved)
+        assert (scores["model"], scores["revision"]) == (meta.name, meta.revision)
+        assert f"{meta.name} @ {meta.revision}" in done.out and f"{scores['scores'][name]:.2f}" in done.out
+        assert (results / "results" / meta.name.replace("/", "__") / meta.revision / f"{name}.json").is_file()
+
+    (tmp_path / "texts.txt").write_text("One text.\nAnother.\n")
+    assert ilse("encode", output, "texts.txt").code == 0
+    rows = parquet.read_table(tmp_path / "texts.embeddings.parquet").to_pylist()
+    np.testing.assert_array_equal([row["embedding"] for row in rows], saved.encode(["One text.", "Another."]))
+
+
+def changed(option: dataclasses.Field[Any]) -> Any:
+    """Another allowed value than that of the recipe `default`."""
+    kind, usual = get_type_hints(Recipe)[option.name], option.default
+    if get_args(kind):
+        return next(value for value in get_args(kind) if value not in (usual, "sink_aware"))
+    return {bool: not usual, int: 12 if option.name == "hidden" else 2 + (usual == 2), float: 0.015}[kind]
+
+
+def test_every_field_of_a_recipe_has_an_option(
+    ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path
+) -> None:
+    options = [option for option in dataclasses.fields(Recipe) if option.name != "name"]
+    known = {name for parameter in COMMANDS["train"].params for name in (*parameter.opts, *parameter.secondary_opts)}
+    arguments, help_text = [], " ".join(ilse("train", "--help").out.split())
+    for option in options:
+        flag = "--" + option.name.replace("_", "-")
+        assert flag in known and flag in help_text
+        value = changed(option)
+        if isinstance(value, bool):
+            assert "--no-" + flag[2:] in known
+            arguments.append(flag if value else "--no-" + flag[2:])
+        else:
+            arguments += [flag, value]
+    done = ilse(
+        "train",
+        "--task",
+        "STSBenchmark",
+        "--data-dir",
+        mirror,
+        "--backbone",
+        tiny_backbone(),
+        "--output",
+        "m",
+        *arguments,
+    )
+    assert done.code == 0, done.error
+    recipe = json.loads((tmp_path / "m/ilse.json").read_text())["recipe"]
+    wanted = {option.name: changed(option) for option in options}
+    assert {key: recipe[key] for key in wanted} == wanted
+    assert recipe["name"] == "default" + "".join(f",{key}={value}" for key, value in sorted(wanted.items()))
+    saved = load(tmp_path / "m")
+    assert saved[0].pooling == wanted["pooling"] and saved[1].operator == wanted["operator"]
+    assert (saved[1].residual, saved[1].multiplicity, saved[1].steps) == (False, 2, wanted["steps"])
+
+
+def test_a_flag_goes_both_ways(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
+    usual = ("train", "--task", "Banking77Classification", "--data-dir", mirror, "--backbone", tiny_backbone())
+    usual = (*usual, "--recipe", "paper", "--epochs", 1, "--hidden", 8)
+    for flag, value, name in (
+        ((), False, "paper,epochs=1,hidden=8"),
+        (("--residual",), True, "paper,epochs=1,hidden=8,residual=True"),
+        (("--no-residual",), False, "paper,epochs=1,hidden=8"),
+    ):
+        output = tmp_path / ("-".join(flag) or "none")
+        assert ilse(*usual, "--output", output, *flag).code == 0
+        recipe = json.loads((output / "ilse.json").read_text())["recipe"]
+        assert (recipe["residual"], recipe["name"]) == (value, name)
+        assert recipe["sts_loss"] == "mse_score_range" and recipe["scaling"] is False
+
+
+def train_and_die(arguments: list[str]) -> None:
+    """In a process of its own: `ilse train`, killed after three epochs."""
+    enter = cli._progress.__enter__
+
+    def entered(self: Any) -> Callable[..., None]:
+        update = enter(self)
+
+        def count(done: int, total: int, note: str = "") -> None:
+            update(done, total, note)
+            if self.what == "Training" and done == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return count
+
+    cli._progress.__enter__ = entered  # type: ignore[method-assign]
+    sys.argv = ["ilse", *arguments]
+    cli.main()
+
+
+def test_run_again_after_a_kill(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
+    usual = ["train", "--task", "STSBenchmark", "--data-dir", str(mirror), "--backbone", str(tiny_backbone())]
+    usual += ["--hidden", "8", "--epochs", "5", "--output"]
+    child = multiprocessing.get_context("fork").Process(target=train_and_die, args=([*usual, "killed"],))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert (tmp_path / ".killed.checkpoints").is_dir() and not (tmp_path / "killed").exists()
+    assert_refused(ilse(*usual, "killed", "--seed", 1), "checkpoints of a run with other settings (seed)")
+    assert ilse(*usual, "killed").code == ilse(*usual, "undisturbed").code == 0
+    assert not list(tmp_path.glob(".*"))
+    tensors = [path.relative_to(tmp_path / "killed") for path in (tmp_path / "killed").rglob("*.safetensors")]
+    assert len(tensors) == 2
+    for file in tensors:
+        assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
+
+
+def test_train_on_the_quickstart_needs_no_mirror(
+    ilse: Ilse, tiny_backbone: Callable[..., Path], tmp_path: Path
+) -> None:
+    arguments = ("--encoder", "layer", "--layer", 2, "--epochs", 1, "--store", tmp_path / "s")
+    done = ilse("train", "--task", "quickstart-intents", "--backbone", tiny_backbone(), "--output", "m", *arguments)
+    assert done.code == 0, done.error
+    assert load(tmp_path / "m").provenance["encoder_args"] == {"layer": 2} and len(load(tmp_path / "m").labels) == 20
+    assert list((tmp_path / "s").glob("*/*.safetensors")) and not (tmp_path / "cache").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- encode
+
+
+def write(folder: Path, suffix: str, column: str = "text", texts: list[str] = TEXTS) -> Path:
+    path = folder / f"texts{suffix}"
+    plain = [text.replace("\ud83d", "\ufffd") for text in texts]
+    if suffix == ".txt":
+        path.write_text("\n".join(plain) + "\n", encoding="utf-8")
+    elif suffix == ".jsonl":  # with half a surrogate pair, as JSON allows it
+        path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)))
+    elif suffix == ".csv":
+        cells = [text.replace('"', '""') for text in plain]
+        path.write_text(
+            f'id,"{column}"\n' + "".join(f'{i},"{cell}"\n' for i, cell in enumerate(cells)), encoding="utf-8"
+        )
+    elif suffix == ".tsv":
+        path.write_text(f"id\t{column}\n" + "".join(f"{i}\t{cell}\n" for i, cell in enumerate(plain)), encoding="utf-8")
+    else:
+        parquet.write_table(pa.table({"id": list(range(len(plain))), column: plain}), path)
+    return path
+
+
+@pytest.mark.parametrize("column", ["text", "Größe der Sätze"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet"])
+def test_encode_reads(ilse: Ilse, model: Path, tmp_path: Path, suffix: str, column: str) -> None:
+    file = write(tmp_path, suffix, column)
+    more = () if suffix == ".txt" or column == "text" else ("--column", column)
+    done = ilse("encode", model, file, *more)
+    assert done.code == 0, done.error
+    assert f"{len(TEXTS)} texts -> {tmp_path}/texts.embeddings.parquet (width 12)" in done.out
+    table = parquet.read_table(tmp_path / "texts.embeddings.parquet")
+    assert table.column_names == ["text", "embedding"] and table.schema.field("embedding").type == pa.list_(
+        pa.float32(), 12
+    )
+    assert table["text"].to_pylist() == [text.replace("\ud83d", "\ufffd") for text in TEXTS]
+    np.testing.assert_array_equal(table["embedding"].to_pylist(), load(model).encode(TEXTS))
+
+
+@pytest.mark.parametrize("output", ["vectors.npy", "deep/er/vectors.parquet", "with space.npy"])
+def test_encode_writes(ilse: Ilse, model: Path, tmp_path: Path, output: str) -> None:
+    file = write(tmp_path, ".jsonl")
+    before = file.read_bytes()
+    assert ilse("encode", model, file, "--output", tmp_path / output, "--batch-size", 2).code == 0
+    if output.endswith(".npy"):
+        found = np.load(tmp_path / output, allow_pickle=False)
+    else:
+        found = np.array(parquet.read_table(tmp_path / output)["embedding"].to_pylist(), dtype=np.float32)
+    assert found.dtype == np.float32 and found.shape == (len(TEXTS), 12)
+    np.testing.assert_array_equal(found, load(model).encode(TEXTS, batch_size=2))
+    assert file.read_bytes() == before
+    written = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {file, tmp_path / output}
+
+
+def test_encode_with_a_moved_backbone(
+    ilse: Ilse, tiny_backbone: Callable[..., Path], model: Path, tmp_path: Path
+) -> None:
+    file = write(tmp_path, ".txt")
+    assert ilse("encode", model, file, "--backbone", tiny_backbone()).code == 0
+    wrong = ilse("encode", model, file, "--backbone", tiny_backbone(num_hidden_layers=2))
+    assert_refused(wrong, "layers 3 where the artifact needs 4")
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{model}", "texts.txt", "--output", "vectors.csv"), "--output is vectors.csv; allowed are names that end in"),
+        (("{model}", "texts.txt", "--output", "folder"), "allowed are names that end in .parquet or .npy"),
+        (("{model}", "texts.parquet", "--output", "texts.parquet"), "the file of the texts itself; take another name"),
+        (("{model}", "texts.docx"), "allowed are .txt (texts alone), .jsonl, .csv, .tsv and .parquet"),
+        (("{model}", "absent.csv"), "there is no file absent.csv"),
+        (("{model}", "absent.parquet", "--output", "texts.parquet"), "there is no file absent.parquet"),
+        (("{model}", "folder.csv"), "folder.csv"),
+        (("{model}", "texts.csv", "--column", "titel"), "titel"),
+        (("{model}", "two.csv"), "text"),
+        (("{model}", "empty.csv"), "empty.csv"),
+        (("{model}", "latin1.csv"), "latin1.csv"),
+        (("{model}", "damaged.parquet"), "damaged.parquet"),
+        (("/no/such/model", "texts.txt"), "there is no folder /no/such/model"),
+        (("nowhere", "texts.txt"), "there is no folder nowhere, and no saved model nowhere on the hub or in its cache"),
+        (("folder", "texts.txt"), "folder holds no saved model (no modules.json)"),
+        (("damaged-model", "texts.txt"), "incomplete metadata"),
+        (("{model}", "texts.txt", "--backbone", "/no/such/backbone"), "/no/such/backbone"),
+        (("{model}", "texts.txt", "--backbone", "[red]./no"), "[red]./no"),
+    ],
+)
+def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    for suffix in (".txt", ".csv", ".parquet"):
+        write(tmp_path, suffix)
+    (tmp_path / "two.csv").write_text("title,body\na,b\n")
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "latin1.csv").write_bytes("text\ngrün\n".encode("latin-1"))
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 nothing PAR1")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.csv").mkdir()
+    for file in model.rglob("*"):
+        if file.is_file():
+            copy = tmp_path / "damaged-model" / file.relative_to(model)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes()[: -9 if file.suffix == ".safetensors" else None])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert_refused(ilse("encode", *(part.format(model=model) for part in arguments)), message)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"--output": "finished"}, "finished holds a finished model already; take another --output or remove it"),
+        ({"--output": "file"}, "file is a file; --output is the folder of the model"),
+        ({"--recipe": "fast"}, 'recipe is \'fast\'; allowed are ["default", "paper"]'),
+        ({"--encoder": "caley"}, 'encoder is \'caley\'; allowed are ["cayley", "gnn", "layer", "mean", "set"]'),
+        ({"--encoder": "mean"}, "encoder 'mean' has no parameters and the task STSBenchmark no linear head"),
+        ({"--layer": 1}, "encoder 'cayley' has no option ['layer']"),
+        (
+            {"--encoder": "layer", "--layer": 4, "--task": "Banking77Classification"},
+            "layer is 4; this backbone has layers 0 to 3",
+        ),
+        ({"--task": "STS12"}, "STS12 has no train split"),
+        ({"--task": "SICK-R"}, "there is no "),
+        ({"--task": "NFCorpus"}, "allowed are STS, Classification"),
+        ({"--task": "STSBenchmrak"}, "mteb has no English task 'STSBenchmrak'"),
+        ({"--epochs": 0}, "epochs is 0; allowed are whole numbers from 1"),
+        ({"--dropout": "nan"}, "dropout is nan; allowed are numbers from 0 to below 1"),
+        ({"--backbone": "/no/such/backbone"}, "/no/such/backbone"),
+        ({"--backbone": "folder"}, "folder"),
+    ],
+    ids=str,
+)
+def test_train_refuses(
+    ilse: Ilse,
+    tiny_backbone: Callable[..., Path],
+    model: Path,
+    mirror: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    message: str,
+) -> None:
+    """Before the backbone has run on a single text, and nothing is written."""
+    monkeypatch.setattr("ilse_embed.features.extract", lambda *a, **k: pytest.fail("extracted first"))
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished/modules.json").write_text("[]")
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (mirror / "STS12").mkdir(exist_ok=True)
+    (mirror / "STS12/test.parquet").write_bytes((mirror / "STSBenchmark/test.parquet").read_bytes())
+    usual = {"--task": "STSBenchmark", "--backbone": tiny_backbone(), "--data-dir": mirror, "--output": "m"}
+    before = sorted(tmp_path.rglob("*"))
+    result = ilse("train", *(part for pair in (usual | arguments).items() for part in pair))
+    assert_refused(result, message)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tasks", " , "), "--tasks is ' , '; give names of mteb tasks"),
+        (("--tasks", "STSBenchmrak"), "mteb has no English task 'STSBenchmrak'"),
+        (("--tasks", "STSBenchmark", "--protocol", "probes"), "protocol is 'probes'; allowed are"),
+        (("--tasks", "STSBenchmark", "--protocol", "head"), "protocol 'head' is for classification"),
+        (("--tasks", "Banking77Classification", "--leak-free"), "leak_free is for STS tasks"),
+    ],
+)
+def test_evaluate_refuses(
+    ilse: Ilse, model: Path, mirror: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    assert_refused(ilse("evaluate", model, "--data-dir", mirror, *arguments), message)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--task", "STSBenchmark"),
+        ("train", "--task", "STSBenchmark", "--output", "m", "--pooling", "max"),
+        ("train", "--task", "STSBenchmark", "--output", "m", "--data-dir", "/no/such"),
+        ("train", "--task", "STSBenchmark", "--output", "m", "--name", "mine"),
+        ("encode", "model", "texts.txt", "--batch-size", "0"),
+        ("unknown",),
+    ],
+)
+def test_usage_errors(ilse: Ilse, arguments: tuple[str, ...]) -> None:
+    result = ilse(*arguments)
+    assert result.code == 2 and "Traceback" not in result.error and result.error
+
+
+def test_a_traceback_on_request(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ILSE_DEBUG", "1")
+    with pytest.raises(FileNotFoundError, match="there is no file absent"):
+        ilse("encode", "m", "absent.txt")
+
+
+def test_an_error_of_ours_is_not_hidden(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no user can mend keeps its traceback."""
+    monkeypatch.setattr("ilse_embed.tables.read_texts", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ilse("encode", "m", "texts.txt")
+
+
+# ------------------------------------------------------------------------------------------------------------ lightness
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["encode", "--help"]], ids=str)
+def test_help_is_light(arguments: list[str]) -> None:
+    heavy = [
+        "torch",
+        "transformers",
+        "sentence_transformers",
+        "mteb",
+        "datasets",
+        "torch_geometric",
+        "sklearn",
+        "pandas",
+    ]
+    code = f"""
+import sys
+from ilse_embed.cli import main
+sys.argv = ["ilse", *{arguments}]
+try:
+    main()
+except SystemExit as exit_:
+    assert not exit_.code
+assert not [name for name in {heavy} if name in sys.modules], list(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage: ilse" in done.stdout
+
+
+def test_the_entry_point() -> None:
+    (entry,) = (one for one in importlib.metadata.entry_points(group="console_scripts") if one.name == "ilse")
+    assert entry.load() is cli.main
+    assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0
+    assert set(COMMANDS) == {"demo", "train", "evaluate", "encode"}

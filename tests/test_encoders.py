@@ -1,0 +1,376 @@
+"""Encoders against torch-geometric's sparse operators, and what holds for all of them."""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SENTENCES
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import GCNConv, GINConv, global_add_pool, global_mean_pool
+
+import ilse_embed
+from ilse_embed.encoders import (
+    ENCODERS,
+    CayleyGNN,
+    DeepSets,
+    LayerEncoder,
+    LayerGNN,
+    MeanOfLayers,
+    SingleLayer,
+    build_encoder,
+    encoder_options,
+)
+from ilse_embed.encoders.base import register
+from ilse_embed.graphs import assign_nodes
+
+WIDTH, HIDDEN = 12, 8
+
+
+def wake(encoder: LayerEncoder) -> LayerEncoder:
+    """Random values for the parameters that start at 0 or 1, as if trained."""
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            if any(part in name for part in ("gates", "eps", "norms", "bias")):
+                parameter.normal_()
+    return encoder.eval()
+
+
+def with_torch_geometric(encoder: LayerGNN, layers: Tensor) -> Tensor:
+    """The same computation, one graph object for each text, on edge lists, as the authors' code does it."""
+    graph, width = encoder.graph, encoder.hidden
+    nodes = torch.zeros(len(layers), graph.num_nodes, width)
+    for text in range(len(layers)):
+        for layer, node in enumerate(encoder.nodes):
+            nodes[text, node] = encoder.project(layers[text, layer])
+    edge_index = torch.from_numpy(graph.edge_index())
+    batch = Batch.from_data_list([Data(x=x, edge_index=edge_index) for x in nodes])
+
+    states = batch.x
+    for step in range(encoder.steps):
+        weights = encoder.convs[step].state_dict()
+        if encoder.operator == "gin":
+            conv = GINConv(deepcopy(encoder.convs[step].nn), train_eps=True)  # it resets what it is given
+        else:
+            conv = GCNConv(width, width)
+            weights = {"lin.weight": weights["lin.weight"], "bias": weights["bias"]}
+        conv.load_state_dict(weights)
+        update = encoder.norms[step](conv(states, batch.edge_index))
+        if encoder.operator == "gcn":
+            update = update.relu()
+        states = update if encoder.gates is None else states + encoder.gates[step] * update
+
+    is_layer = torch.zeros(graph.num_nodes, dtype=torch.bool)
+    is_layer[encoder.nodes] = True
+    is_layer = is_layer.repeat(len(layers))
+    pool = {"mean": global_mean_pool, "sum": global_add_pool}[encoder.pool]
+    return pool(states[is_layer], batch.batch[is_layer])
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("steps", "pool", "gin_depth"), [(1, "mean", 1), (2, "sum", 2)])
+@pytest.mark.parametrize("operator", ["gin", "gcn"])
+@pytest.mark.parametrize("multiplicity", [1, 2])
+@pytest.mark.parametrize(
+    ("topology", "num_layers"),
+    [
+        ("cayley", 5),  # n = 2
+        ("cayley", 13),  # n = 3
+        ("cayley", 31),  # n = 4
+        ("complete", 7),
+        ("path", 7),
+        ("empty", 7),
+        ("random_regular", 9),
+    ],
+)
+def test_equals_torch_geometric(
+    topology: str,
+    num_layers: int,
+    multiplicity: int,
+    operator: str,
+    steps: int,
+    pool: str,
+    gin_depth: int,
+    residual: bool,
+) -> None:
+    encoder = LayerGNN(
+        num_layers,
+        WIDTH,
+        topology=topology,
+        hidden=HIDDEN,
+        steps=steps,
+        operator=operator,
+        gin_depth=gin_depth,
+        pool=pool,
+        residual=residual,
+        multiplicity=multiplicity,
+        graph_seed=3,
+    )
+    wake(encoder)
+    layers = torch.randn(4, num_layers, WIDTH)
+    with torch.no_grad():
+        got, expected = encoder.encode_layers(layers), with_torch_geometric(encoder, layers)
+    scale = max(1.0, expected.abs().max().item())
+    assert got.shape == (4, HIDDEN)
+    assert (got - expected).abs().max().item() <= 1e-6 * scale
+
+
+def test_virtual_nodes_start_at_zero() -> None:
+    """A layer whose neighbours are all virtual hears nothing, although the projection has a bias."""
+    encoder = wake(LayerGNN(1, WIDTH, topology="cayley", hidden=HIDDEN, residual=False))  # 5 virtual nodes
+    alone = LayerGNN(1, WIDTH, topology="empty", hidden=HIDDEN, residual=False).eval()
+    alone.load_state_dict(encoder.state_dict())
+    layers = torch.randn(3, 1, WIDTH)
+    assert torch.equal(encoder.encode_layers(layers), alone.encode_layers(layers))
+
+
+def test_virtual_nodes_are_left_out_of_the_pool() -> None:
+    encoder = wake(LayerGNN(5, WIDTH, hidden=HIDDEN, pool="sum", steps=1, residual=False))  # 1 virtual node
+    virtual = ({*range(6)} - {*encoder.nodes}).pop()
+    layers = torch.randn(2, 5, WIDTH)
+    before = encoder.encode_layers(layers)
+    encoder.adjacency[virtual] = 100.0  # what the virtual node hears; the layers hear the same as before
+    assert torch.equal(encoder.encode_layers(layers), before)
+    encoder.adjacency[encoder.nodes[0]] = 100.0
+    assert not torch.allclose(encoder.encode_layers(layers), before)
+
+
+@pytest.mark.parametrize("topology", ["cayley", "complete", "path", "empty", "random_regular"])
+@pytest.mark.parametrize("operator", ["gin", "gcn"])
+@pytest.mark.parametrize("pool", ["mean", "sum"])
+def test_residual_encoder_starts_as_deep_sets(topology: str, operator: str, pool: str) -> None:
+    graph = LayerGNN(7, WIDTH, topology=topology, hidden=HIDDEN, steps=2, operator=operator, pool=pool)
+    sets = DeepSets(7, WIDTH, hidden=HIDDEN, pre=1, post=0, pool=pool)
+    sets.phi.load_state_dict(graph.project.state_dict())
+    layers = torch.randn(3, 7, WIDTH)
+    assert torch.allclose(graph.encode_layers(layers), sets.encode_layers(layers), atol=1e-6)
+
+
+def test_residual_gates_get_a_gradient_at_the_start() -> None:
+    encoder = LayerGNN(7, WIDTH, hidden=HIDDEN, steps=2)
+    encoder.encode_layers(torch.randn(3, 7, WIDTH)).pow(2).sum().backward()
+    assert encoder.gates is not None
+    assert encoder.gates.grad is not None
+    assert encoder.gates.grad.ne(0).all()
+
+
+def test_deep_sets_by_hand() -> None:
+    encoder = DeepSets(3, WIDTH, hidden=HIDDEN, pre=1, post=1, pool="sum")
+    layers = torch.randn(2, 3, WIDTH)
+    phi, rho = encoder.phi[0], encoder.rho[0]
+    expected = rho(sum(phi(layers[:, layer]).relu() for layer in range(3))).relu()
+    assert torch.allclose(encoder.encode_layers(layers), expected, atol=1e-6)
+    order = [2, 0, 1]
+    assert torch.allclose(encoder.encode_layers(layers[:, order]), encoder.encode_layers(layers), atol=1e-6)
+
+
+def test_encoders_without_training() -> None:
+    layers = torch.randn(2, 3, WIDTH)
+    assert torch.equal(SingleLayer(3, WIDTH).encode_layers(layers), layers[:, 2])
+    assert torch.equal(SingleLayer(3, WIDTH, layer=0).encode_layers(layers), layers[:, 0])
+    assert torch.equal(SingleLayer(3, WIDTH, layer=-2).encode_layers(layers), layers[:, 1])
+    assert torch.allclose(
+        MeanOfLayers(3, WIDTH).encode_layers(layers), (layers[:, 0] + layers[:, 1] + layers[:, 2]) / 3
+    )
+    assert not list(SingleLayer(3, WIDTH).parameters())
+    assert SingleLayer(3, WIDTH).layer == 2  # what a report or a card says, not -1
+
+
+@pytest.mark.parametrize("seed", [0, 5, None])
+def test_assignment_decides_the_result_and_is_kept(seed: int | None, tmp_path: Path) -> None:
+    """The nodes go into the config, so that another numpy cannot draw others at load."""
+    encoder = wake(CayleyGNN(5, WIDTH, hidden=HIDDEN, graph_seed=seed))
+    assert encoder.nodes == assign_nodes(5, 6, seed)
+    layers = torch.randn(2, 5, WIDTH)
+    swapped = CayleyGNN(5, WIDTH, hidden=HIDDEN, nodes=[5, 4, 3, 2, 0])
+    swapped.load_state_dict(encoder.state_dict())
+    assert not torch.allclose(swapped.eval().encode_layers(layers), encoder.encode_layers(layers), atol=1e-4)
+
+    swapped.save(str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["nodes"] == [5, 4, 3, 2, 0]
+    loaded = CayleyGNN.load(str(tmp_path)).eval()
+    assert loaded.nodes == [5, 4, 3, 2, 0]
+    assert torch.equal(loaded.encode_layers(layers), swapped.encode_layers(layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cayley", {}),
+        ("gnn", {"topology": "random_regular", "graph_seed": 11, "operator": "gcn", "steps": 2, "residual": False}),
+        ("gnn", {"topology": "path", "multiplicity": 2, "gin_depth": 2, "pool": "sum", "dropout": 0.3}),
+        ("set", {"pre": 2, "post": 1, "pool": "sum", "dropout": 0.1}),
+        ("set", {"pre": 0, "post": 1}),
+        ("layer", {"layer": -3}),
+        ("mean", {}),
+    ],
+)
+def test_save_and_load(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    encoder = wake(build_encoder(name, 7, WIDTH, **options))
+    encoder.save(str(tmp_path))
+    loaded = type(encoder).load(str(tmp_path)).eval()
+    assert loaded.get_config_dict() == encoder.get_config_dict()
+    assert encoder.get_config_dict().keys() == {"num_layers", "layer_width", *encoder_options(name)}
+    for key, tensor in encoder.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor)
+    layers = torch.randn(3, 7, WIDTH)
+    got, expected = (module.encode_layers(layers) for module in (loaded, encoder))
+    assert torch.equal(got, expected)
+    assert got.shape == (3, encoder.get_embedding_dimension())
+    assert type(encoder).__module__ == "ilse_embed"
+    assert getattr(ilse_embed, type(encoder).__name__) is type(encoder)
+    if encoder.state_dict():
+        assert load_file(tmp_path / "model.safetensors").keys() == encoder.state_dict().keys()
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(ValueError):
+            type(encoder).load(str(tmp_path))
+    else:
+        assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_tensors_of_another_size_are_refused(tmp_path: Path) -> None:
+    DeepSets(7, WIDTH, hidden=HIDDEN).save(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_width": WIDTH + 1}))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        DeepSets.load(str(tmp_path))
+
+
+def test_tensors_have_no_graph_in_them() -> None:
+    names = set(LayerGNN(7, WIDTH, hidden=HIDDEN, steps=1).state_dict())
+    assert names == {
+        "project.0.weight",
+        "project.0.bias",
+        "convs.0.eps",
+        "convs.0.nn.0.weight",
+        "convs.0.nn.0.bias",
+        "norms.0.weight",
+        "norms.0.bias",
+        "gates",
+    }
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), lambda m: m.to("cpu", torch.half)],
+)
+@pytest.mark.parametrize("name", ["cayley", "set"])
+def test_stays_float32(name: str, cast: Callable[[Any], Any]) -> None:
+    encoder = wake(build_encoder(name, 7, WIDTH, hidden=HIDDEN))
+    before = {key: value.clone() for key, value in encoder.state_dict().items()}
+    assert cast(encoder) is encoder
+    tensors = [*encoder.parameters(), *encoder.buffers()]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float32}
+    assert all(torch.equal(value, before[key]) for key, value in encoder.state_dict().items())
+
+
+def test_follows_to_another_device() -> None:
+    encoder = LayerGNN(7, WIDTH, hidden=HIDDEN).to("meta")
+    assert {tensor.device.type for tensor in [*encoder.parameters(), *encoder.buffers()]} == {"meta"}
+
+
+def test_follows_to_another_device_with_a_dtype_that_it_refuses() -> None:
+    encoder = LayerGNN(7, WIDTH, hidden=HIDDEN).to("meta", torch.half)
+    assert {(p.device.type, p.dtype) for p in encoder.parameters()} == {("meta", torch.float32)}
+
+
+def test_stays_float32_behind_a_bfloat16_backbone(tiny_backbone: Callable[..., Path]) -> None:
+    backbone = ilse_embed.LayerTransformer(
+        str(tiny_backbone("llama")), pooling="mean", model_kwargs={"dtype": torch.bfloat16}
+    )
+    encoder = CayleyGNN(backbone.num_layers, 32, hidden=HIDDEN)
+    model = SentenceTransformer(modules=[backbone, encoder, Normalize()], device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
+    embeddings = model.encode(list(SENTENCES), convert_to_tensor=True)
+    assert embeddings.dtype == torch.float32
+    assert torch.allclose(embeddings.norm(dim=1), torch.ones(len(SENTENCES)), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((2, 6, WIDTH), ["(2, 6, 12)", "7 layers"]),
+        ((2, 7, 13), ["(2, 7, 13)", "width 12"]),
+        ((7, WIDTH), ["(7, 12)", "7 layers of width 12"]),
+        ((2, 1, WIDTH), ["(2, 1, 12)", "7 layers"]),
+    ],
+)
+def test_wrong_shape(name: str, shape: tuple[int, ...], words: list[str]) -> None:
+    with pytest.raises(ValueError) as raised:
+        build_encoder(name, 7, WIDTH)({"layer_embeddings": torch.zeros(shape)})
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("star", {}, ["'star'", "cayley", "set"]),
+        ("set", {"steps": 1}, ["'set'", "steps", "pre"]),
+        ("cayley", {"hiden": 1}, ["hiden", "hidden"]),
+        ("gnn", {"operator": "gat"}, ["'gat'", "gin", "gcn"]),
+        ("gnn", {"topology": "star"}, ["'star'", "cayley"]),
+        ("gnn", {"pool": "max"}, ["'max'", "mean", "sum"]),
+        ("set", {"pool": "last"}, ["'last'", "mean", "sum"]),
+        ("gnn", {"steps": -1}, ["steps is -1"]),
+        ("gnn", {"gin_depth": -1}, ["gin_depth is -1"]),
+        ("set", {"pre": 0, "post": 0}, ["pre and post", "0"]),
+        ("set", {"pre": -1}, ["pre is -1"]),
+        ("gnn", {"multiplicity": 0}, ["multiplicity is 0"]),
+        ("gnn", {"nodes": [0, 1]}, ["7 distinct", "24", "[0, 1]"]),
+        ("gnn", {"nodes": [0, 1, 2, 3, 4, 5, 5]}, ["7 distinct", "5, 5"]),
+        ("gnn", {"nodes": [0, 1, 2, 3, 4, 5, 24]}, ["below 24"]),
+        ("layer", {"layer": 7}, ["7", "0 to 6"]),
+        ("layer", {"layer": -8}, ["-8", "0 to 6"]),
+    ],
+)
+def test_wrong_options(name: str, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as raised:
+        build_encoder(name, 7, WIDTH, **options)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(ValueError, match="'set' is taken by DeepSets"):
+        register("set")(DeepSets)
+
+
+PYTHIA, GEMMA, LLAMA = (25, 1024), (27, 2304), (33, 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "expected"),
+    [
+        ("cayley", PYTHIA, {"steps": 1}, 328_705),
+        ("cayley", GEMMA, {"steps": 1}, 656_385),
+        ("cayley", LLAMA, {"steps": 1}, 1_115_137),
+        ("cayley", PYTHIA, {"steps": 2}, 395_010),
+        ("cayley", LLAMA, {"steps": 2}, 1_181_442),
+        ("cayley", PYTHIA, {"steps": 2, "gin_depth": 2}, 526_594),
+        ("cayley", LLAMA, {"steps": 2, "gin_depth": 2}, 1_313_026),
+        ("cayley", PYTHIA, {"steps": 1, "operator": "gcn"}, 328_704),
+        ("cayley", GEMMA, {"steps": 2, "operator": "gcn"}, 722_688),
+        ("set", PYTHIA, {"pre": 1, "post": 1}, 328_192),
+        ("set", PYTHIA, {"pre": 0, "post": 1}, 262_400),
+        ("set", LLAMA, {"pre": 1, "post": 1}, 1_114_624),
+    ],
+)
+def test_parameters_of_the_authors_encoders(name: str, shape: tuple[int, int], options: dict, expected: int) -> None:
+    """Counts of the authors' code, docs/reference-implementation.md section 1.3; a residual gate is one more a step."""
+
+    def count(**more: Any) -> int:
+        return sum(p.numel() for p in build_encoder(name, shape[0], shape[1], **options, **more).parameters())
+
+    if name == "set":
+        assert count() == expected
+    else:
+        assert count(residual=False) == expected
+        assert count() == expected + options["steps"]
