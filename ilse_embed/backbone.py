@@ -142,7 +142,7 @@ class LayerTransformer(Transformer):
             **kwargs,
         )
         self.model.requires_grad_(False)
-        self.model.eval()  # type: ignore[no-untyped-call]
+        self.model.eval()
         self.include_prompt = include_prompt
         self.save_backbone = save_backbone
         is_folder = Path(model_name_or_path).is_dir()
@@ -174,7 +174,7 @@ class LayerTransformer(Transformer):
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: the backbone is frozen, dropout included."""
         super().train(mode)
-        self.model.eval()  # type: ignore[no-untyped-call]
+        self.model.eval()
         return self
 
     def preprocess(

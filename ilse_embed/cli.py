@@ -13,6 +13,7 @@ from typing import Annotated, Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -73,24 +74,18 @@ def demo(
 
     with console.status("") as status:
         result = run_demo(path, output, seed=seed, say=lambda line: _say(line, status.update))
-    table = Table(title="Quickstart test splits: STS (Spearman x 100), 20 intents (accuracy, %)", title_justify="left")
+    title = "Quickstart test splits: STS (Spearman x 100), 20 intents (accuracy, %)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("recipe", "method"):
-        table.add_column(column)
-    for column in (
-        "STS",
-        "intents",
-        "trained parameters\n(STS, intents)",
-        "seconds of\nextraction",
-        "seconds of\ntraining",
-    ):
+        table.add_column(column, no_wrap=True)
+    for column in ("STS", "trained\nparameters", "intents", "trained\nparameters", "seconds\nextract", "\ntrain"):
         table.add_column(column, justify="right")
     for number, row in enumerate(result.rows):
         layers = "/".join(str(layer) for layer in row.detail.values())
         table.add_row(
             row.recipe,
-            row.method + (f" ({layers})" if layers else ""),
-            *(f"{score:.1f}" for score in row.scores.values()),
-            ", ".join(f"{count:,}" for count in row.parameters.values()),
+            row.method + (f" {layers}" if layers else ""),
+            *(cell for name, score in row.scores.items() for cell in (f"{score:.1f}", f"{row.parameters[name]:,}")),
             f"{row.extraction_seconds:.1f}",
             f"{row.training_seconds:.1f}",
             end_section=number + 1 < len(result.rows) and result.rows[number + 1].recipe != row.recipe,

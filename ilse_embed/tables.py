@@ -51,7 +51,7 @@ def read_table(path: str | Path) -> dict[str, list[Any]]:
         if suffix == ".parquet":
             from pyarrow import parquet
 
-            rows = parquet.read_table(path).to_pylist()  # type: ignore[no-untyped-call]
+            rows = parquet.read_table(path).to_pylist()
         elif suffix == ".txt":
             rows = [{"text": line} for line in lines]
         elif suffix == ".jsonl":

@@ -182,7 +182,7 @@ def mteb_task(name: str, data_dir: str | Path | None = None) -> Any:
         raise FileNotFoundError(
             f"there is no {Path(data_dir) / name}/<split>.parquet; that mirror has {few(there, 20)}"
         )
-    data = DatasetDict({s: Dataset(parquet.read_table(mirrored[s])) for s in SPLITS if s in mirrored})  # type: ignore[no-untyped-call]
+    data = DatasetDict({s: Dataset(parquet.read_table(mirrored[s])) for s in SPLITS if s in mirrored})
     task.dataset = {task.hf_subsets[0]: data} if task.metadata.is_multilingual else data
     task.dataset_transform()
     task.data_loaded = True

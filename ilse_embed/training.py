@@ -41,6 +41,7 @@ from ilse_embed.modules import HeadModule
 from ilse_embed.recipes import Recipe
 from ilse_embed.scaling import LayerScaling
 from ilse_embed.tasks import Labelled, Pairs, Task
+from ilse_embed.tokens import valid_unicode
 
 Progress = Callable[[int, int, float], None]
 """Called after each epoch with (epochs done, most epochs, validation score)."""
@@ -199,7 +200,8 @@ def train(
     layers = table.select(texts)
     if scaling is not None:
         layers = scaling.scale_layers(layers)
-    cached = CachedLayers(LayerTable({text: row for row, text in enumerate(texts)}, layers))
+    rows = {name: row for row, text in enumerate(texts) for name in (text, valid_unicode(text))}  # datasets are UTF-8
+    cached = CachedLayers(LayerTable(rows, layers))
 
     modules = {"cached": cached, "encoder": fusion, "head": head, "normalize": Normalize()}
     present = OrderedDict((name, module) for name, module in modules.items() if module is not None)
@@ -208,7 +210,7 @@ def train(
     settings |= {f"recipe.{key}": value for key, value in asdict(recipe).items()}
     settings |= {"data": _fingerprint(task), "features": [*layers.shape, f"{table.select(texts[:1]).abs().mean():.2g}"]}
     with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
-        folder = Path(temporary) if checkpoints is None else checkpoints.resolve()
+        folder = Path(temporary) if checkpoints is None else checkpoints
         claim(folder, settings)
         state = _fit(model, task, recipe, seed, folder, progress)
         if checkpoints is not None:
@@ -360,7 +362,10 @@ def _objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[
     train_split, validation = task.splits["train"], task.splits["validation"]
     if isinstance(train_split, Labelled) and isinstance(validation, Labelled):
         number = {label: row for row, label in enumerate(task.labels)}
-        columns = {"text": train_split.texts, "label": [number[label] for label in train_split.labels]}
+        columns = {
+            "text": list(map(valid_unicode, train_split.texts)),
+            "label": [number[label] for label in train_split.labels],
+        }
         accuracy = AccuracyEvaluator(validation, "validation")
         return Dataset.from_dict(columns), ClassificationLoss(model), accuracy, "eval_validation_accuracy"
     if not (isinstance(train_split, Pairs) and isinstance(validation, Pairs) and task.score_range is not None):
@@ -373,7 +378,8 @@ def _objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[
     else:
         scores = (scores - low) / (high - low)
         loss = CoSENTLoss(model) if recipe.sts_loss == "cosent" else CosineSimilarityLoss(model)
-    columns = {"sentence1": train_split.sentence1, "sentence2": train_split.sentence2, "score": scores.tolist()}
+    first, second = (list(map(valid_unicode, column)) for column in (train_split.sentence1, train_split.sentence2))
+    columns = {"sentence1": first, "sentence2": second, "score": scores.tolist()}
     evaluator = EmbeddingSimilarityEvaluator(
         validation.sentence1,
         validation.sentence2,

@@ -499,6 +499,15 @@ def test_a_traceback_on_request(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> 
         ilse("encode", "m", "absent.txt")
 
 
+def test_a_key_error_is_a_plain_message(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any) -> list[str]:
+        raise KeyError("no layer features of 'a'\nextract it first")
+
+    monkeypatch.setattr("ilse_embed.tables.read_texts", read)
+    result = ilse("encode", "m", "texts.txt")
+    assert result.code == 1 and result.error == "error: no layer features of 'a'\nextract it first\n"
+
+
 def test_an_error_of_ours_is_not_hidden(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no user can mend keeps its traceback."""
     monkeypatch.setattr("ilse_embed.tables.read_texts", lambda *a: 1 / 0)

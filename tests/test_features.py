@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -221,9 +222,12 @@ def test_what_makes_another_store(
     tiny_backbone: Callable[..., Path], tmp_path: Path, change: dict[str, Any], same: bool
 ) -> None:
     change = dict(change)
-    folder = tiny_backbone(change.pop("name", "llama"), seed=change.pop("seed", 0))
-    usual = LayerTransformer(str(tiny_backbone()), pooling="mean", max_seq_length=96)
-    other = LayerTransformer(str(folder), **({"pooling": "mean", "max_seq_length": 96} | change))
+    other_folder = tiny_backbone(change.pop("name", "llama"), seed=change.pop("seed", 0))
+    folders = [tmp_path / place / "model" for place in ("one", "other")]  # of one name
+    for source, folder in zip((tiny_backbone(), other_folder), folders, strict=True):
+        shutil.copytree(source, folder)
+    usual = LayerTransformer(str(folders[0]), pooling="mean", max_seq_length=96)
+    other = LayerTransformer(str(folders[1]), **({"pooling": "mean", "max_seq_length": 96} | change))
     stores = [FeatureStore.for_backbone(tmp_path, module) for module in (usual, other)]
     assert (stores[0].folder == stores[1].folder) == same
     stores[0].add(["a text"], torch.zeros(1, 4, 32))
@@ -354,6 +358,18 @@ def test_truncated_shard(backbone: LayerTransformer, filled: FeatureStore, tmp_p
     count = Counter(backbone)
     serve(tmp_path, backbone)
     assert count.texts == 8  # the advice of the message works
+
+
+def test_refreshed(filled: FeatureStore) -> None:
+    """What others did to the folder since: a shard that is gone is forgotten, a damaged one is looked at again."""
+    first, second = shards(filled)
+    first.unlink()
+    assert [text in filled.refresh() for text in TEXTS[:16]] == [False] * 8 + [True] * 8 and len(filled) == 8
+    damaged = bytearray(second.read_bytes())
+    damaged[-1] ^= 1
+    second.write_bytes(damaged)
+    with pytest.raises(OSError, match="not that of its name"):
+        filled.refresh().table(TEXTS[8:16])
 
 
 @pytest.mark.parametrize(

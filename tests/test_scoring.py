@@ -139,6 +139,9 @@ def test_a_layers_score_by_hand() -> None:
     probe = LogisticRegression(max_iter=100, random_state=42).fit(x.numpy(), train.labels)
     wanted = 100 * float(np.mean(probe.predict(y.numpy()) == np.array(test.labels)))
     assert untrained_score(task, "test", [y], [x]) == pytest.approx(wanted)
+    x, y = (table.select(split.texts)[:, 2] for split in (train, test))
+    probe = LogisticRegression(max_iter=100, random_state=42).fit(x.numpy(), train.labels)
+    assert layer_scores(task, table, "test", None)[2] == pytest.approx(100 * probe.score(y.numpy(), test.labels))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

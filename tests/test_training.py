@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,54 @@ def test_classification_is_learnt(intents: tuple[Task, LayerTable], encoder: str
     assert trained.parameters == inputs + sum(p.numel() for p in trained.encoder.parameters())
 
 
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "set": [
+        {"scaling": False},
+        {"hidden": 15},
+        {"dropout": 0.2},
+        {"pool": "sum"},
+        {"pre": 2},
+        {"post": 1},
+        {"sts_loss": "mse"},
+        {"sts_loss": "mse_score_range"},
+        {"optimizer": "adam"},
+        {"learning_rate": 2e-2},
+        {"weight_decay": 0.5},
+        {"schedule": "constant"},
+        {"schedule": "cosine"},
+        {"batch_size": 17},
+        {"epochs": 1},
+    ],
+    "cayley": [
+        {"steps": 2},
+        {"operator": "gcn"},
+        {"gin_depth": 2},
+        {"residual": False},
+        {"multiplicity": 2},
+        {"graph_seed": 1},
+    ],
+}
+
+
+@pytest.mark.parametrize("encoder", OPTIONS)
+def test_every_option_has_an_effect(sts: tuple[Task, LayerTable], encoder: str) -> None:
+    task, table = sts
+    recipe = SMALL.replace(epochs=2)
+    usual = train(task, table, encoder, recipe)
+    for option in OPTIONS[encoder]:
+        trained = train(task, table, encoder, recipe.replace(**option))
+        layers = table.layers if trained.scaling is None else trained.scaling.scale_layers(table.layers)
+        before = table.layers if usual.scaling is None else usual.scaling.scale_layers(table.layers)
+        with torch.inference_mode():
+            one, other = trained.encoder.encode_layers(layers), usual.encoder.encode_layers(before)
+        assert one.shape != other.shape or not torch.allclose(one, other, atol=1e-6), option
+
+
+def test_every_option_is_tried() -> None:
+    tried = {key for options in OPTIONS.values() for option in options for key in option}
+    assert tried | {"name", "pooling", "patience"} == set(asdict(SMALL))
+
+
 def test_what_is_recorded(intents: tuple[Task, LayerTable]) -> None:
     task, table = intents
     recipe = SMALL.replace(epochs=1)
@@ -164,6 +213,24 @@ def test_seeds(either: tuple[Task, LayerTable]) -> None:
     again = train(task, table, recipe=recipe, seed=4)
     assert same(first, again) and first.validation == again.validation
     assert not same(first, train(task, table, recipe=recipe, seed=5))
+
+
+def test_the_seed_draws_the_batches_too(intents: tuple[Task, LayerTable], monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[str]] = []
+
+    class Recorded(CachedLayers):
+        def preprocess(self, inputs: Any, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+            orders[-1].extend(inputs)
+            return super().preprocess(inputs, *args, **kwargs)
+
+    monkeypatch.setattr(training, "CachedLayers", Recorded)
+    for seed in (4, 4, 5):
+        orders.append([])
+        train(*intents, "set", SMALL.replace(epochs=1), seed=seed)
+    train_texts = intents[0].splits["train"].texts
+    drawn = [order[: len(train_texts)] for order in orders]
+    assert all(sorted(order) == sorted(train_texts) != order for order in drawn)
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_the_callers_random_numbers_go_on(intents: tuple[Task, LayerTable]) -> None:
@@ -274,7 +341,7 @@ def kill_at_removal_of(name: str) -> Callable[..., None]:
     [
         (4, [4, 5]),  # in the third epoch of patience
         ("checkpoint-18", [4, 5]),  # when an old checkpoint is removed
-        ("c", []),  # when training has ended
+        ("c", []),  # when training has ended by patience
     ],
 )
 def test_a_resumed_run_stops_where_the_undisturbed_one_does(
@@ -296,6 +363,26 @@ def test_a_resumed_run_stops_where_the_undisturbed_one_does(
     assert told == run_again
     assert same(resumed, undisturbed) and resumed.epochs == undisturbed.epochs
     assert resumed.validation == undisturbed.validation
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_killed_after_the_last_epoch(
+    intents: tuple[Task, LayerTable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    """Nothing is trained again, and the best epoch's weights are taken, which are neither the first nor the last."""
+    task, table = intents
+    recipe, folder = SMALL.replace(epochs=3, learning_rate=0.02, schedule="constant"), tmp_path / "c"
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil_after(2))
+    told: list[float] = []
+    undisturbed = train(task, table, "set", recipe, progress=lambda done, most, score: told.append(score))
+    assert told.index(max(told)) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kill_at_removal_of("c"))
+        run_killed(task, table, "set", recipe, checkpoints=folder)
+    if moved:
+        folder = folder.rename(tmp_path / "elsewhere")
+    again = train(task, table, "set", recipe, checkpoints=folder, progress=lambda *_: pytest.fail("trained again"))
+    assert same(again, undisturbed) and again.epochs == 3 and again.validation == undisturbed.validation
 
 
 @pytest.mark.parametrize("broken", ["no state", "half of a state", "an empty folder"])
@@ -371,16 +458,14 @@ def test_a_folder_with_other_files_is_left_alone(intents: tuple[Task, LayerTable
 def test_relative_checkpoints(
     intents: tuple[Task, LayerTable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder may be moved between crash and resume; the best epoch is found again."""
     task, table = intents
-    recipe = SMALL.replace(learning_rate=0.0, epochs=4)  # the first epoch stays the best
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Crash):
-        train(task, table, "set", recipe, checkpoints=Path("c"), progress=crash(4, kill=False))
+        train(task, table, "set", SMALL, checkpoints=Path("c"), progress=crash(4, kill=False))
     (tmp_path / "moved").mkdir()
     Path("c").rename("moved/c")
     monkeypatch.chdir(tmp_path / "moved")
-    assert same(train(task, table, "set", recipe, checkpoints=Path("c")), train(task, table, "set", recipe))
+    assert same(train(task, table, "set", SMALL, checkpoints=Path("c")), train(task, table, "set", SMALL))
 
 
 # ------------------------------------------------------------------------------------------------------------ objective
@@ -499,6 +584,24 @@ def test_what_cannot_be_trained(
         task = split_of(task, *change)
     with pytest.raises(ValueError, match=message):
         train(task, table, **({"recipe": SMALL} | options))
+
+
+@pytest.mark.parametrize("kind", ["sts", "classification"])
+def test_hostile_texts(sts: Any, intents: Any, kind: str) -> None:
+    """Texts are looked up, whatever they are; half a surrogate pair, which a dataset cannot hold, as well."""
+    task, table = sts if kind == "sts" else intents
+    hostile = {text: f"{text} \x00\ud83d\u202e" + "\n" * (row % 3) for row, text in enumerate(table.rows)}
+    hostile |= {next(iter(table.rows)): ""}
+    renamed = LayerTable({hostile[text]: row for text, row in table.rows.items()}, table.layers)
+    splits: Any = {}
+    for name, split in task.splits.items():
+        if isinstance(split, Pairs):
+            splits[name] = Pairs(*([hostile[t] for t in c] for c in (split.sentence1, split.sentence2)), split.scores)
+        else:
+            splits[name] = Labelled([hostile[text] for text in split.texts], split.labels)
+    again = Task(task.name, task.kind, splits, task.score_range, "made up")
+    recipe = SMALL.replace(epochs=2)
+    assert same(train(again, renamed, "set", recipe), train(task, table, "set", recipe))
 
 
 def test_texts_that_were_not_extracted(sts: tuple[Task, LayerTable]) -> None:
