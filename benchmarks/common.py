@@ -12,6 +12,12 @@ from ilse_embed.environment import environment
 RESULTS = Path(__file__).parent / "results"
 
 
+def read_result(name: str) -> dict[str, Any]:
+    """What ``results/<name>.json`` holds; empty if there is none."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
 def write_result(name: str, content: dict[str, Any]) -> Path:
     """Write ``results/<name>.json``, with command, machine and versions."""
     RESULTS.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import write_result
+from benchmarks.common import read_result, write_result
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.encoders import LayerEncoder, build_encoder
 from ilse_embed.evaluation import evaluate, local_tasks
@@ -51,7 +51,8 @@ class Bench:
     def __init__(self, folder: str, task: Task, data_dir: Path | None, store: Path) -> None:
         self.folder, self.task, self.data_dir, self.store = folder, task, data_dir, store
         self.tables: dict[str, tuple[LayerTransformer, LayerTable]] = {}
-        self.rows: list[dict[str, Any]] = []
+        self.name = f"quality-{Path(folder).name}-{task.name}"
+        self.rows: list[dict[str, Any]] = read_result(self.name).get("rows", [])
         self.mteb_task = local_tasks([task.name], data_dir)[0]
 
     def table(self, pooling: str) -> tuple[LayerTransformer, LayerTable]:
@@ -70,21 +71,27 @@ class Bench:
         model = build(CachedLayers(table, backbone), encoder, scaling, head)
         protocols = ["probe"] if head is None else ["probe", "head"]
         return {
-            protocol: round(100 * evaluate(model, [self.mteb_task], self.data_dir, protocol=protocol)[0].get_score(), 2)
+            protocol: round(
+                float(100 * evaluate(model, [self.mteb_task], self.data_dir, protocol=protocol)[0].get_score()), 2
+            )
             for protocol in protocols
         }
+
+    def known(self, group: str, recipe: Recipe, method: str) -> bool:
+        """Whether an earlier run measured this row."""
+        return any((row["group"], row["recipe"], row["method"]) == (group, recipe.name, method) for row in self.rows)
 
     def note(self, **row: Any) -> None:
         """Keep a row and write all of them, so that nothing is lost."""
         self.rows.append(row)
-        print({key: value for key, value in row.items() if key != "recipe_options"}, flush=True)
-        write_result(
-            f"quality-{Path(self.folder).name}-{self.task.name}",
-            {"backbone": Path(self.folder).name, "task": self.task.name, "rows": self.rows},
-        )
+        print(row, flush=True)
+        write_result(self.name, {"backbone": Path(self.folder).name, "task": self.task.name, "rows": self.rows})
 
-    def trained(self, encoder: str, recipe: Recipe, seeds: int, group: str, **arguments: Any) -> None:
+    def trained(self, encoder: str, recipe: Recipe, seeds: int, group: str, name: str = "", **arguments: Any) -> None:
         """Train with several seeds; note each score, mean and spread."""
+        method = name or encoder
+        if self.known(group, recipe, method):
+            return
         _, table = self.table(recipe.pooling)
         runs = []
         for seed in range(seeds):
@@ -96,7 +103,7 @@ class Bench:
         self.note(
             group=group,
             recipe=recipe.name,
-            method=encoder,
+            method=method,
             **arguments,
             parameters=trained.parameters,
             mean={key: round(statistics.mean(run[key] for run in runs), 2) for key in protocols},
@@ -108,20 +115,23 @@ class Bench:
 
     def untrained(self, recipe: Recipe) -> None:
         """Last layer, best layer (chosen on validation) and mean of layers."""
+        if self.known("methods", recipe, "mean of layers"):
+            return
         _, table = self.table(recipe.pooling)
         shape = table.layers.shape[1:]
         scaling = fit_scaling(table, self.task.texts("train")) if recipe.scaling else None
         validation = layer_scores(self.task, table, "validation", scaling)
         best = max(range(len(validation)), key=validation.__getitem__)
-        for method, name, arguments in (
-            ("last layer", "layer", {}),
-            ("best layer", "layer", {"layer": best}),
-            ("mean of layers", "mean", {}),
-        ):
-            scores = self.score(recipe.pooling, build_encoder(name, *shape, **arguments), scaling, None)
+        methods: dict[str, tuple[str, dict[str, int]]] = {
+            "last layer": ("layer", {}),
+            "best layer": ("layer", {"layer": best}),
+            "mean of layers": ("mean", {}),
+        }
+        for method, (encoder, arguments) in methods.items():
+            scores = self.score(recipe.pooling, build_encoder(encoder, *shape, **arguments), scaling, None)
             self.note(group="methods", recipe=recipe.name, method=method, **arguments, parameters=0, mean=scores)
             if self.task.kind == "classification":
-                self.trained(name, recipe, 1, "methods, linear head on untrained features", **arguments)
+                self.trained(encoder, recipe, 1, "linear head on untrained features", method, **arguments)
 
 
 def main() -> None:
@@ -138,9 +148,9 @@ def main() -> None:
     torch.set_num_threads(1)
     default, paper = RECIPES["default"], RECIPES["paper"]
     for recipe in (default, paper):
-        for encoder in ("cayley", "set"):
-            bench.trained(encoder, recipe, arguments.seeds, "methods")
+        bench.trained("set", recipe, arguments.seeds, "methods")
         bench.untrained(recipe)
+        bench.trained("cayley", recipe, arguments.seeds, "methods")
     parts = {name: part for name, part in PARTS.items() if bench.task.kind == "sts" or name != "CoSENT"}
     for name, part in parts.items():
         bench.trained("set", paper.replace(**part, name=f"paper + {name}"), 1, "one part added to paper")

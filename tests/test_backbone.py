@@ -15,7 +15,7 @@ import torch
 from conftest import BACKBONES, FALLBACK, SENTENCES, TOKENIZERS, make_backbone
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaModel
 
 from ilse_embed.backbone import (
     POOLINGS,
