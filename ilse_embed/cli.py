@@ -142,8 +142,8 @@ def train(
     from sentence_transformers.util import get_device_name
 
     from ilse_embed.backbone import LayerTransformer
-    from ilse_embed.demo import save_trained
     from ilse_embed.features import FeatureStore, extract
+    from ilse_embed.model import build
     from ilse_embed.scoring import trained_score
     from ilse_embed.tasks import load_task
     from ilse_embed.training import initial_parts
@@ -170,7 +170,7 @@ def train(
             checkpoints=output.with_name(f".{output.name}.checkpoints"),
             progress=lambda done, most, score: update(done, most, f"validation {score:.2f}"),
         )
-    save_trained(model, trained, output)
+    build(model, **trained.parts).save(str(output))
     measured: dict[str, Any] = {"validation": trained.validation, "epochs": trained.epochs, "seconds": trained.seconds}
     measured |= {"parameters": trained.parameters, "model": str(output)}
     if "test" in data.splits:

@@ -116,7 +116,7 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
     folders = {}
     for task in tasks:
         folder = output / task.name.removeprefix("quickstart-")
-        save_trained(backbone, kept[task.name], folder)
+        build(backbone, **kept[task.name].parts).save(str(folder))
         folders[task.name] = str(folder)
     models = {name: load(folder) for name, folder in folders.items()}
     scores = {name: 100 * evaluate(models[name], [name], protocol=_PROTOCOL[name])[0].get_score() for name in folders}
@@ -128,14 +128,6 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
 
 _METHODS = ("last layer", "best layer", "mean of layers", "Set-Encoder", "Cayley-Encoder")
 _PROTOCOL = {"quickstart-sts": "probe", "quickstart-intents": "head"}
-
-
-def save_trained(backbone: LayerTransformer, trained: TrainedHead, folder: Path) -> IlseSentenceTransformer:
-    """Join a trained head to its backbone and save the artifact."""
-    model = build(backbone, trained.encoder, trained.scaling, trained.head)
-    model.provenance = trained.provenance
-    model.save(str(folder))
-    return model
 
 
 def _untrained_rows(methods: dict[str, Row], task: Task, table: LayerTable, recipe: Recipe) -> None:

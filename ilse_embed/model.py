@@ -160,6 +160,7 @@ def build(
     head: LinearHead | None = None,
     *,
     normalize: bool = True,
+    provenance: dict[str, Any] | None = None,
 ) -> IlseSentenceTransformer:
     """Join the parts: backbone, [LayerScaling], encoder, [LinearHead], [Normalize].
 
@@ -171,11 +172,14 @@ def build(
         scaling: Scales the layers before the encoder.
         head: Linear classifier.
         normalize: Whether embeddings get length 1.
+        provenance: How the head came to be; mteb and the model card are told.
     """
     parts = {"backbone": backbone, "scaling": scaling, "encoder": encoder, "head": head}
     parts |= {"normalize": Normalize() if normalize else None}
     modules = OrderedDict((name, module) for name, module in parts.items() if module is not None)
-    return IlseSentenceTransformer(modules=modules)
+    model = IlseSentenceTransformer(modules=modules)
+    model.provenance = provenance or {}
+    return model
 
 
 def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) -> IlseSentenceTransformer:

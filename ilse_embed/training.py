@@ -71,6 +71,11 @@ class TrainedHead:
     parameters: int
     provenance: dict[str, Any]
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What `ilse_embed.build` takes beside the backbone."""
+        return {"encoder": self.encoder, "scaling": self.scaling, "head": self.head, "provenance": self.provenance}
+
 
 class CosineToScore(nn.Module):
     """Map a cosine in [-1, 1] linearly to the score range, as the authors' objective does."""
