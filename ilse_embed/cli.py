@@ -78,7 +78,7 @@ def demo(
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("recipe", "method"):
         table.add_column(column, no_wrap=True)
-    for column in ("STS", "trained\nparameters", "intents", "trained\nparameters", "seconds\nextract", "\ntrain"):
+    for column in ("STS", "trained\nparams", "intents", "trained\nparams", "seconds\nextract", "\ntrain"):
         table.add_column(column, justify="right")
     for number, row in enumerate(result.rows):
         layers = "/".join(str(layer) for layer in row.detail.values())
@@ -308,7 +308,7 @@ def _say(line: str, update: Callable[[str], None] | None = None) -> None:
     if update is not None and console.is_terminal:
         update(line)
     else:
-        console.print(_plain(line), highlight=False)
+        console.print(_plain(line), highlight=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:
