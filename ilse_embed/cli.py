@@ -170,11 +170,13 @@ def train(
             checkpoints=output.with_name(f".{output.name}.checkpoints"),
             progress=lambda done, most, score: update(done, most, f"validation {score:.2f}"),
         )
+    # Before the parts join the backbone: that moves them to its device, and the features are on the CPU.
+    test_score = trained_score(trained, data, table, "test") if "test" in data.splits else None
     build(model, **trained.parts).save(str(output))
     measured: dict[str, Any] = {"validation": trained.validation, "epochs": trained.epochs, "seconds": trained.seconds}
     measured |= {"parameters": trained.parameters, "model": str(output)}
-    if "test" in data.splits:
-        measured["test"] = trained_score(trained, data, table, "test")
+    if test_score is not None:
+        measured["test"] = test_score
     name = "Spearman x 100" if data.kind == "sts" else "accuracy, %"
     console.print(
         f"{name}: validation {trained.validation:.2f}, test {measured.get('test', float('nan')):.2f}; "

@@ -116,7 +116,7 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
     folders = {}
     for task in tasks:
         folder = output / task.name.removeprefix("quickstart-")
-        build(backbone, **kept[task.name].parts).save(str(folder))
+        build(backbone, **kept[task.name].parts).cpu().save(str(folder))  # the features are on the CPU too
         folders[task.name] = str(folder)
     models = {name: load(folder) for name, folder in folders.items()}
     scores = {name: 100 * evaluate(models[name], [name], protocol=_PROTOCOL[name])[0].get_score() for name in folders}
