@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ilse_embed.environment import environment
+from ilse_embed.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -23,5 +24,5 @@ def write_result(name: str, content: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     run = environment(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
-    path.write_text(json.dumps({"run": run, **content}, indent=1) + "\n", encoding="utf-8")
+    write_atomically(path, (json.dumps({"run": run, **content}, indent=1) + "\n").encode())
     return path
