@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("ilse-embed", "torch", "transformers", "sentence-transformers", "mteb", "torch-geometric", "numpy")
+PACKAGES = ("ilse-embed", "torch", "transformers", "sentence-transformers", "mteb", "numpy")
 
 
 def environment(program: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _remove_model(folder: Path) -> None:
 def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
     """Save for a place where this package is not installed: with one Python file that holds the modules.
 
-    ``SentenceTransformer(folder, trust_remote_code=True)`` then needs torch-geometric beside sentence-transformers.
+    ``SentenceTransformer(folder, trust_remote_code=True)`` then needs nothing beside sentence-transformers.
 
     Args:
         model: What to export.
@@ -243,7 +243,7 @@ def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
     model.save(str(folder))
     config_file = folder / "config_sentence_transformers.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    config["requirements"] = {"torch-geometric": {"specifier": ">=2.6", "reason": "Message passing between layers."}}
+    del config["requirements"]  # this package
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     (folder / STANDALONE_FILE).write_text(standalone_source(), encoding="utf-8")
 

@@ -526,7 +526,6 @@ def test_help_is_light(arguments: list[str]) -> None:
         "sentence_transformers",
         "mteb",
         "datasets",
-        "torch_geometric",
         "sklearn",
         "pandas",
     ]

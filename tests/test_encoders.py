@@ -28,7 +28,8 @@ from ilse_embed.encoders import (
     build_encoder,
     encoder_options,
 )
-from ilse_embed.encoders.base import register
+from ilse_embed.encoders.base import FastDropout, register
+from ilse_embed.encoders.graph import NodeMixing
 from ilse_embed.graphs import assign_nodes
 
 WIDTH, HIDDEN = 12, 8
@@ -55,13 +56,13 @@ def with_torch_geometric(encoder: LayerGNN, layers: Tensor) -> Tensor:
 
     states = batch.x
     for step in range(encoder.steps):
-        weights = encoder.convs[step].state_dict()
         if encoder.operator == "gin":
-            conv = GINConv(deepcopy(encoder.convs[step].nn), train_eps=True)  # it resets what it is given
+            conv = GINConv(deepcopy(encoder.updates[step]), train_eps=True)  # it resets what it is given
+            conv.nn, conv.eps.data = encoder.updates[step], encoder.eps[step]
         else:
             conv = GCNConv(width, width)
-            weights = {"lin.weight": weights["lin.weight"], "bias": weights["bias"]}
-        conv.load_state_dict(weights)
+            (linear,) = encoder.updates[step]
+            conv.load_state_dict({"lin.weight": linear.weight, "bias": linear.bias})
         update = encoder.norms[step](conv(states, batch.edge_index))
         if encoder.operator == "gcn":
             update = update.relu()
@@ -84,6 +85,7 @@ def with_torch_geometric(encoder: LayerGNN, layers: Tensor) -> Tensor:
         ("cayley", 5),  # n = 2
         ("cayley", 13),  # n = 3
         ("cayley", 31),  # n = 4
+        ("cayley", 81),  # n = 5
         ("complete", 7),
         ("path", 7),
         ("empty", 7),
@@ -131,15 +133,65 @@ def test_virtual_nodes_start_at_zero() -> None:
     assert torch.equal(encoder.encode_layers(layers), alone.encode_layers(layers))
 
 
-def test_virtual_nodes_are_left_out_of_the_pool() -> None:
-    encoder = wake(LayerGNN(5, WIDTH, hidden=HIDDEN, pool="sum", steps=1, residual=False))  # 1 virtual node
-    virtual = ({*range(6)} - {*encoder.nodes}).pop()
+@pytest.mark.parametrize("nodes", [[0, 1, 2, 3, 4], [5, 3, 1, 0, 2]])
+def test_virtual_nodes_are_left_out_of_the_pool(nodes: list[int]) -> None:
+    """With one step they neither speak nor are read: the graph among the layers alone gives the same."""
+    encoder = wake(
+        LayerGNN(5, WIDTH, hidden=HIDDEN, pool="sum", steps=1, residual=False, nodes=nodes)
+    )  # 1 virtual node
     layers = torch.randn(2, 5, WIDTH)
-    before = encoder.encode_layers(layers)
-    encoder.adjacency[virtual] = 100.0  # what the virtual node hears; the layers hear the same as before
-    assert torch.equal(encoder.encode_layers(layers), before)
-    encoder.adjacency[encoder.nodes[0]] = 100.0
-    assert not torch.allclose(encoder.encode_layers(layers), before)
+    among = torch.from_numpy(encoder.graph.adjacency())[nodes][:, nodes]
+    assert torch.equal(encoder.mixings[0].weights, among)
+    states = encoder.project(layers)
+    heard = torch.einsum("vu,bum->bvm", among, states) + (1 + encoder.eps[0]) * states
+    expected = encoder.norms[0](encoder.updates[0](heard)).sum(1)
+    assert torch.allclose(encoder.encode_layers(layers), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("nodes_out", "nodes_in"), [(7, 7), (9, 4), (4, 9)])
+@pytest.mark.parametrize("density", [0.0, 0.15, 1.0])
+def test_sparse_and_dense_mixing_agree(nodes_out: int, nodes_in: int, density: float) -> None:
+    """Values and gradients, nodes without neighbours included."""
+    weights = torch.randn(nodes_out, nodes_in) * (torch.rand(nodes_out, nodes_in) < density)
+    results = []
+    for sparse in (True, False):
+        mixing = NodeMixing(weights)
+        mixing.sparse = sparse
+        states = torch.arange(nodes_in * 6.0).view(nodes_in, 2, 3).div(10).requires_grad_()
+        loop = torch.tensor(1.3, requires_grad=True)
+        mixed = mixing(states, loop)
+        mixed.sin().sum().backward()
+        results.append((mixed, states.grad, loop.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    expected = torch.einsum("vu,ubm->vbm", weights + 1.3 * torch.eye(nodes_out, nodes_in), states)
+    torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_cayley_graphs_are_mixed_along_their_edges() -> None:
+    assert all(mixing.sparse for mixing in CayleyGNN(31, WIDTH, hidden=HIDDEN, steps=3).mixings)
+    assert not any(mixing.sparse for mixing in LayerGNN(31, WIDTH, topology="complete", hidden=HIDDEN).mixings)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.4, 0.99, 1.0])
+@pytest.mark.parametrize("shape", [(201, 301), (1,), (3,), (0,)])
+def test_dropout(p: float, shape: tuple[int, ...]) -> None:
+    dropout = FastDropout(p)
+    ones = torch.ones(shape, requires_grad=True)
+    torch.manual_seed(0)
+    out = dropout(ones)
+    out.sum().backward()
+    up = 1 / (1 - p) if p < 1 else 0.0
+    assert torch.allclose(out, torch.where(out == 0, 0.0, up), rtol=1e-2)
+    assert torch.equal(ones.grad, out)
+    torch.manual_seed(0)
+    assert torch.equal(dropout(ones), out)
+    if len(out) > 200:
+        assert (out == 0).float().mean().item() == pytest.approx(p, abs=0.01)
+        assert out.mean().item() == pytest.approx(1 if p < 1 else 0, abs=0.05)
+        rows = (out[:, :-1] == 0) & (out[:, 1:] == 0)  # neighbours share a draw, and yet are independent
+        assert rows.float().mean().item() == pytest.approx(p * p, abs=0.01)
+    assert torch.equal(dropout.eval()(ones), ones)
 
 
 @pytest.mark.parametrize("topology", ["cayley", "complete", "path", "empty", "random_regular"])
@@ -248,9 +300,9 @@ def test_tensors_have_no_graph_in_them() -> None:
     assert names == {
         "project.0.weight",
         "project.0.bias",
-        "convs.0.eps",
-        "convs.0.nn.0.weight",
-        "convs.0.nn.0.bias",
+        "eps",
+        "updates.0.0.weight",
+        "updates.0.0.bias",
         "norms.0.weight",
         "norms.0.bias",
         "gates",
@@ -321,7 +373,7 @@ def test_wrong_shape(name: str, shape: tuple[int, ...], words: list[str]) -> Non
         ("gnn", {"pool": "max"}, ["'max'", "mean", "sum"]),
         ("set", {"pool": "last"}, ["'last'", "mean", "sum"]),
         ("gnn", {"steps": -1}, ["steps is -1"]),
-        ("gnn", {"gin_depth": -1}, ["gin_depth is -1"]),
+        ("gnn", {"gin_depth": 0}, ["gin_depth is 0", "at least 1"]),
         ("set", {"pre": 0, "post": 0}, ["pre and post", "0"]),
         ("set", {"pre": -1}, ["pre is -1"]),
         ("gnn", {"multiplicity": 0}, ["multiplicity is 0"]),

@@ -198,7 +198,7 @@ WITHOUT_THE_PACKAGE = """
     model.save(again)
     model = SentenceTransformer(again, trust_remote_code=True)
     assert np.array_equal(model.encode(texts, batch_size=8), first)
-    assert "ilse_embed" not in sys.modules and "torch_geometric" in sys.modules
+    assert "ilse_embed" not in sys.modules
     homes = {type(module).__module__.split(".")[0] for module in model}
     assert homes == {"transformers_modules", "sentence_transformers"}
 """
@@ -221,7 +221,7 @@ def test_fresh_processes(make: Make, tmp_path: Path) -> None:
     before = embed(model)
     assert np.array_equal(np.load(tmp_path / "1.npy"), before)
     assert np.array_equal(np.load(tmp_path / "2.npy"), before)
-    assert "torch-geometric" in json.loads((exported / "config_sentence_transformers.json").read_text())["requirements"]
+    assert "requirements" not in json.loads((exported / "config_sentence_transformers.json").read_text())
     for folder in (exported, again):  # and with the package the same
         assert np.array_equal(embed(load(folder)), before)
 

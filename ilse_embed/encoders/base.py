@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ilse_embed.modules import HeadModule, check_layers
@@ -122,12 +123,32 @@ def check_options(*, pool: str, **sizes: int) -> None:
             raise ValueError(f"{name} is {size}; it must not be negative")
 
 
+class FastDropout(nn.Dropout):
+    """Dropout whose mask costs a quarter of the random numbers on a CPU, where they take longer than a small layer.
+
+    Four elements share a 64-bit draw, so the probability is a multiple of 2^-16, and the scale is the exact one for it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Zero each element with probability p and scale the others up, in training only.
+
+        Shapes:
+            (...) -> (...)
+        """
+        dropped = round(self.p * 2**16)
+        if not self.training or not dropped or input.is_cuda or dropped == 2**16:
+            return super().forward(input)
+        draws = torch.empty((input.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+        kept = draws.view(torch.int16)[: input.numel()].view(input.shape) >= dropped - 2**15
+        return input * kept.to(input.dtype).mul_(2**16 / (2**16 - dropped))
+
+
 def dense_blocks(width_in: int, width: int, depth: int, dropout: float) -> nn.Sequential:
     """``depth`` times Linear, ReLU, dropout; the first from ``width_in``, all to ``width``."""
     widths = [width_in] + [width] * depth
     blocks = (
         module
         for w_in, w_out in pairwise(widths)
-        for module in (nn.Linear(w_in, w_out), nn.ReLU(), nn.Dropout(dropout))
+        for module in (nn.Linear(w_in, w_out), nn.ReLU(), FastDropout(dropout))
     )
     return nn.Sequential(*blocks)

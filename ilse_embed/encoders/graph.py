@@ -2,12 +2,67 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import DenseGCNConv, DenseGINConv
 
-from ilse_embed.encoders.base import LAYER_POOLS, LayerEncoder, check_options, dense_blocks, register
+from ilse_embed.encoders.base import LAYER_POOLS, FastDropout, LayerEncoder, check_options, dense_blocks, register
 from ilse_embed.graphs import LayerGraph, assign_nodes, build_graph
+
+SPARSE_BELOW = 0.3
+"""Share of non-zero weights below which a CPU sums over neighbours faster than it multiplies by the whole matrix."""
+
+
+class NodeMixing(nn.Module):
+    """Weighted sums over the neighbours of each node, the same graph for every text.
+
+    ``out_v = sum over u of weights[v, u] x_u``, plus ``loop x_v`` where v is among both.
+
+    A sparse graph is summed along its edges on a CPU; a dense one, and any on a GPU, is one matrix product. Nodes come
+    first, so that each node's row holds all texts and nothing is rearranged.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        """Prepare the sums.
+
+        Args:
+            weights: (O, I), from I nodes to O; node v of the one is node v of the other.
+        """
+        super().__init__()
+        nodes_out, nodes_in = weights.shape
+        loops = torch.eye(nodes_out, nodes_in)
+        target, source = (weights + loops).nonzero().T
+        self.sparse = len(target) < SPARSE_BELOW * weights.numel()
+        starts = torch.bincount(target, minlength=nodes_out).cumsum(0).roll(1)
+        starts[0] = 0
+        buffers = {"weights": weights, "loops": loops, "source": source.contiguous(), "starts": starts}
+        buffers |= {"edge_weights": weights[target, source], "edge_loops": loops[target, source]}
+        for name, value in buffers.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def forward(self, states: Tensor, loop: Tensor | float = 0.0) -> Tensor:
+        """Sum.
+
+        Shapes:
+            states: (I, B, m), loop: scalar -> (O, B, m)
+        """
+        flat = states.reshape(len(states), -1)
+        if self.sparse and not flat.is_cuda:
+            weights = self.edge_weights + loop * self.edge_loops
+            mixed = nn.functional.embedding_bag(self.source, flat, self.starts, mode="sum", per_sample_weights=weights)
+        else:
+            mixed = (self.weights + loop * self.loops) @ flat
+        return mixed.view(-1, *states.shape[1:])
+
+
+def pad_nodes(states: Tensor, nodes: int) -> Tensor:
+    """Append nodes of zeros, or drop the last ones.
+
+    Shapes:
+        states: (I, B, m) -> (nodes, B, m)
+    """
+    return states if len(states) == nodes else nn.functional.pad(states, (0, 0, 0, 0, 0, nodes - len(states)))
 
 
 @register("gnn")
@@ -40,9 +95,6 @@ class LayerGNN(LayerEncoder):
         "graph_seed",
         "nodes",
     ]
-
-    adjacency: Tensor
-    node_index: Tensor
 
     def __init__(
         self,
@@ -81,7 +133,9 @@ class LayerGNN(LayerEncoder):
             ValueError: If an option is not among the allowed ones, or ``nodes`` does not fit the graph.
         """
         super().__init__(num_layers, layer_width)
-        check_options(pool=pool, steps=steps, gin_depth=gin_depth)
+        check_options(pool=pool, steps=steps)
+        if gin_depth < 1:
+            raise ValueError(f"gin_depth is {gin_depth}; it must be at least 1")
         if operator not in ("gin", "gcn"):
             raise ValueError(f'operator is {operator!r}; allowed are "gin" and "gcn"')
         self.topology, self.hidden, self.steps, self.operator, self.gin_depth = (
@@ -99,19 +153,36 @@ class LayerGNN(LayerEncoder):
             raise ValueError(
                 f"nodes must be {num_layers} distinct numbers below {self.graph.num_nodes}; got {self.nodes}"
             )
-        self.register_buffer("adjacency", torch.from_numpy(self.graph.adjacency()), persistent=False)
-        self.register_buffer("node_index", torch.tensor(self.nodes), persistent=False)
-
         self.project = dense_blocks(layer_width, hidden, 1, dropout)
-        self.convs = nn.ModuleList(self._operator() for _ in range(steps))
+        self.mixings = nn.ModuleList(NodeMixing(weights) for weights in self._weights())
+        self.eps = nn.Parameter(torch.zeros(steps)) if operator == "gin" else None
+        self.updates = nn.ModuleList(self._update() for _ in range(steps))
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(steps))
-        self.after = nn.Sequential(nn.Identity() if operator == "gin" else nn.ReLU(), nn.Dropout(dropout))
+        self.after = nn.Sequential(nn.Identity() if operator == "gin" else nn.ReLU(), FastDropout(dropout))
         self.gates = nn.Parameter(torch.zeros(steps)) if residual else None
 
-    def _operator(self) -> nn.Module:
+    def _weights(self) -> list[Tensor]:
+        """Of each step, from the nodes that hold something to those that matter; the layers are the first L nodes.
+
+        Virtual nodes hold nothing before the first step, and nobody reads them after the last.
+        """
+        virtual = sorted(set(range(self.graph.num_nodes)) - set(self.nodes))
+        order = [*self.nodes, *virtual]
+        weights = torch.from_numpy(self.graph.adjacency())[order][:, order]
         if self.operator == "gcn":
-            return DenseGCNConv(self.hidden, self.hidden)
-        return DenseGINConv(dense_blocks(self.hidden, self.hidden, self.gin_depth, 0.0), train_eps=True)
+            weights = weights + torch.eye(len(weights))
+            scale = weights.sum(1).rsqrt()
+            weights = scale[:, None] * weights * scale
+        sizes = [self.num_layers, *[len(order)] * (self.steps - 1), self.num_layers]
+        return [weights[:out, :into] for into, out in pairwise(sizes)] if self.steps else []
+
+    def _update(self) -> nn.Sequential:
+        if self.operator == "gin":
+            return dense_blocks(self.hidden, self.hidden, self.gin_depth, 0.0)
+        linear = nn.Linear(self.hidden, self.hidden)
+        nn.init.xavier_uniform_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        return nn.Sequential(linear)
 
     def encode_layers(self, layers: Tensor) -> Tensor:
         """Project, pass messages, pool.
@@ -119,13 +190,29 @@ class LayerGNN(LayerEncoder):
         Shapes:
             layers: (B, L, d) -> (B, m)
         """
-        projected = self.project(layers)  # (B, L, m): virtual nodes carry no input and are not projected
-        states = projected.new_zeros(len(layers), self.graph.num_nodes, self.hidden)
-        states = states.index_copy(1, self.node_index, projected)  # (B, N, m)
-        for step, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            update = self.after(norm(conv(states, self.adjacency)))
-            states = update if self.gates is None else states + self.gates[step] * update
-        return LAYER_POOLS[self.pool](states.index_select(1, self.node_index))
+        states = self.project(layers).transpose(0, 1).contiguous()  # (L, B, m)
+        for step in range(self.steps):
+            update = self.after(self.norms[step](self._pass_messages(step, states)))  # (L or N, B, m)
+            if self.gates is not None:  # virtual nodes appear with 0 and are dropped at the end
+                update = pad_nodes(states, len(update)) + self.gates[step] * update
+            states = update
+        return LAYER_POOLS[self.pool](states.transpose(0, 1))
+
+    def _pass_messages(self, step: int, states: Tensor) -> Tensor:
+        """``update(mixing(states))``; where mixing makes more nodes of fewer, its linear map is applied before it.
+
+        Shapes:
+            states: (I, B, m) -> (O, B, m)
+        """
+        loop = 0.0 if self.eps is None else 1 + self.eps[step]
+        mixing, (linear, *rest) = self.mixings[step], self.updates[step]
+        if mixing.weights.shape[0] > len(states):
+            states = mixing(nn.functional.linear(states, linear.weight), loop) + linear.bias
+        else:
+            states = linear(mixing(states, loop))
+        for module in rest:
+            states = module(states)
+        return states
 
     def get_embedding_dimension(self) -> int:
         """Embedding width m."""
