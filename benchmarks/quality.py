@@ -18,12 +18,14 @@ from benchmarks.common import read_result, write_result
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.encoders import LayerEncoder, build_encoder
 from ilse_embed.evaluation import evaluate, local_tasks
-from ilse_embed.features import CachedLayers, FeatureStore, LayerTable, extract, fit_scaling
+from ilse_embed.extraction import extract
+from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
 from ilse_embed.heads import LinearHead
 from ilse_embed.model import build
 from ilse_embed.recipes import RECIPES, Recipe
 from ilse_embed.scaling import LayerScaling
 from ilse_embed.scoring import layer_scores
+from ilse_embed.store import FeatureStore
 from ilse_embed.tasks import Task, load_task
 from ilse_embed.training import train
 from ilse_embed.weights import cache_dir, smollm2

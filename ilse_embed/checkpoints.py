@@ -1,8 +1,7 @@
-"""Checkpoints of a training: whose they are, which is the last whole one, whether it is that of the last epoch."""
+"""Checkpoints of a training: which is the last whole one, whether it is that of the last epoch."""
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -11,31 +10,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from ilse_embed.files import write_atomically
-
 logger = logging.getLogger(__name__)
-
-
-def claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Note in a folder of checkpoints which run they are of.
-
-    Raises:
-        ValueError: If it is of a run with other settings, or there is something else in it.
-    """
-    note = folder / "settings.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = json.loads(json.dumps(settings))
-    if note.is_file():
-        before = json.loads(note.read_text(encoding="utf-8"))
-        if other := sorted(key for key in before | settings if before.get(key) != settings.get(key)):
-            raise ValueError(
-                f"{folder} has checkpoints of a run with other settings ({', '.join(other)}); remove it to start anew"
-            )
-    elif any(not path.name.endswith(".tmp") for path in folder.iterdir()):
-        raise ValueError(
-            f"{folder} is for checkpoints and is removed in the end, but it has other files; take a new one"
-        )
-    write_atomically(note, json.dumps(settings, indent=2).encode())
 
 
 def last_checkpoint(folder: Path) -> tuple[Path, TrainerState] | None:

@@ -13,7 +13,8 @@ from sentence_transformers.util import get_device_name
 
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.evaluation import evaluate
-from ilse_embed.features import LayerTable, extract, fit_scaling
+from ilse_embed.extraction import extract
+from ilse_embed.features import LayerTable, fit_scaling
 from ilse_embed.model import IlseSentenceTransformer, build, load
 from ilse_embed.recipes import RECIPES, Recipe
 from ilse_embed.scoring import layer_features, layer_scores, trained_score, untrained_score

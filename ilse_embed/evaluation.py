@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ilse_embed.encoders import ENCODERS
 from ilse_embed.heads import LinearHead
+from ilse_embed.identity import model_revision, parts_of
 from ilse_embed.model import load
 from ilse_embed.tasks import QUICKSTART, Pairs, Task, label_names, load_task, mteb_task, task_data
 
@@ -42,16 +43,10 @@ PROTOCOLS = ("probe", "full-probe", "head")
 """How classification is scored: mteb's few-shot logistic regression on the embeddings; the same on the whole training
 split; the linear head of the model itself, trained with it."""
 
-LOCATION = ("backbone", "backbone_revision", "backbone_facts", "save_backbone", "unpad_inputs")
-"""Configuration of a backbone that tells where it is or how fast it runs, not what it computes."""
-
-
 def model_meta(model: SentenceTransformer, name: str | None = None) -> ModelMeta:
     """What mteb has to know of a model.
 
-    The revision is a hash of all that the embeddings depend on: tensors and configuration of every module behind the
-    backbone, the backbone's pooling, depth, width, weights, tokenizer, commit and dtype, and the prompts. It does not
-    depend on a folder or a device.
+    The revision is that of `ilse_embed.identity.model_revision`.
 
     Args:
         model: The model; a `CachedLayers` in place of the backbone must know the backbone.
@@ -60,7 +55,7 @@ def model_meta(model: SentenceTransformer, name: str | None = None) -> ModelMeta
     Raises:
         ValueError: If the name has another form, or the backbone is unknown.
     """
-    backbone, heads = _parts(model)
+    backbone, heads = parts_of(model)
     provenance = getattr(model, "provenance", None) or {}
     reference = str(getattr(backbone, "backbone", None) or "unknown")
     local = Path(reference).is_absolute() or Path(reference).is_dir()
@@ -79,7 +74,7 @@ def model_meta(model: SentenceTransformer, name: str | None = None) -> ModelMeta
         loader=SentenceTransformerEncoderWrapper,
         loader_kwargs={"trust_remote_code": True},
         name=name,
-        revision=_revision(model, backbone, heads),
+        revision=model_revision(model),
         release_date=None,
         languages=["eng-Latn"],
         n_parameters=sum(tensor.numel() for tensor in modules.parameters()),
@@ -308,40 +303,6 @@ def _encoder(kind: type[Encoder], model: SentenceTransformer, name: str | None) 
         encoder = kind(model)
     encoder.mteb_model_meta = meta
     return encoder
-
-
-def _parts(model: SentenceTransformer) -> tuple[Any, list[nn.Module]]:
-    """The backbone, or whoever stands for it, and the modules whose tensors are hashed."""
-    first, *heads = model
-    backbone = getattr(model, "backbone_module", getattr(first, "backbone_module", first))
-    if backbone is None:
-        raise ValueError(
-            "these cached layers do not know which backbone made them; give CachedLayers a backbone_module"
-        )
-    return backbone, heads if hasattr(backbone, "backbone_facts") else [first, *heads]
-
-
-def _revision(model: SentenceTransformer, backbone: Any, heads: Iterable[nn.Module]) -> str:
-    identity = {
-        "backbone": [type(backbone).__name__, getattr(backbone, "backbone_facts", None)],
-        "commit": getattr(backbone, "backbone_revision", None),
-        "dtype": str(getattr(getattr(backbone, "model", None), "dtype", None)),
-        "pooling": {key: value for key, value in _config(backbone).items() if key not in LOCATION},
-        "prompts": {key: prompt for key, prompt in model.prompts.items() if prompt},
-        "encode": [model.default_prompt_name, model.truncate_dim, model.similarity_fn_name],
-        "heads": [[type(head).__name__, _config(head), list(_digests(head))] for head in heads],
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-def _config(module: Any) -> dict[str, Any]:
-    return dict(module.get_config_dict()) if hasattr(module, "get_config_dict") else {}
-
-
-def _digests(module: nn.Module) -> Iterator[list[Any]]:
-    for key, tensor in module.state_dict().items():
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield [key, str(tensor.dtype), list(tensor.shape), hashlib.sha256(raw.tobytes()).hexdigest()]
 
 
 def _embedding_parameters(llm: nn.Module) -> int | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,71 +14,193 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def read_texts(path: str | Path, column: str | None = None) -> list[str]:
-    """Texts of a file: txt (one a line; an empty line is an empty text), or a column of jsonl, csv, tsv or parquet.
+SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+"""Files that are read: texts alone, one a line; or tables, of which csv may have line breaks in quotes, tsv has none."""
 
-    Args:
-        path: The file, in UTF-8.
-        column: Column of a table; by default "text", or the only one.
+
+@dataclass(frozen=True)
+class Record:
+    """A text of a file.
+
+    Attributes:
+        text: The text.
+        id: Its value in the column of identifiers, or None.
+        end: The place behind it, from which `TextFile.records` can go on.
+    """
+
+    text: str
+    id: str | None
+    end: int
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """Texts of a file of any size, read one after the other.
+
+    Attributes:
+        path: The file, in UTF-8; its name ends in one of `SUFFIXES`. In txt an empty line is an empty text.
+        column: Column of the texts in a table; by default "text", or the only one.
+        id_column: Column of identifiers to carry along.
+    """
+
+    path: Path
+    column: str | None = None
+    id_column: str | None = None
+
+    def records(self, start: int = 0) -> Iterator[Record]:
+        """Texts from a place on.
+
+        Raises:
+            FileNotFoundError: If the file is not there.
+            ValueError: With what came and what is allowed: no such column, a value that is no text, as in `stream_rows`.
+        """
+        column = self.column
+        for number, (row, end) in enumerate(stream_rows(self.path, start), 1):
+            if number == 1:
+                column = column or (next(iter(row)) if len(row) == 1 else "text")
+                for name in filter(None, (column, self.id_column)):
+                    pick_column(self.path, {key: [] for key in row}, name)
+            text = row.get(str(column))
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{self.path}: column {column!r} takes texts; row {number} (without the header) has {text!r}; "
+                    "correct or remove it"
+                )
+            yield Record(text, None if self.id_column is None else str(row.get(self.id_column)), end)
+
+
+def read_texts(path: str | Path, column: str | None = None) -> list[str]:
+    """All texts of a file; see `TextFile`.
 
     Raises:
         FileNotFoundError: If the file is not there.
-        ValueError: As in `load_files`.
+        ValueError: As in `TextFile.records`.
     """
-    path = Path(path)
-    table = read_table(path)
-    only = next(iter(table)) if len(table) == 1 else "text"
-    return as_texts(path, pick_column(path, table, column or only))
+    return [record.text for record in TextFile(Path(path), column).records()]
 
 
 def read_table(path: str | Path) -> dict[str, list[Any]]:
-    """The columns of a jsonl, csv, tsv (no quoting) or parquet file; a txt file is one column ``text``.
+    """The columns of a file.
+
+    Raises:
+        FileNotFoundError: If the file is not there.
+        ValueError: As in `stream_rows`.
+    """
+    rows = [row for row, _ in stream_rows(Path(path))]
+    return {column: [row.get(column) for row in rows] for column in dict.fromkeys(key for row in rows for key in row)}
+
+
+def stream_rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Rows of a jsonl, csv, tsv (no quoting) or parquet file; a line of a txt file is a row with the column ``text``.
+
+    Args:
+        path: The file.
+        start: A place that an earlier pass told; 0 is the first row.
+
+    Yields:
+        A row, and the place behind it: a row number in parquet, a position in bytes else.
 
     Raises:
         FileNotFoundError: If the file is not there.
         ValueError: If it is empty or cannot be read as what its suffix says.
     """
-    path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in (".txt", ".jsonl", ".csv", ".tsv", ".parquet"):
+    if suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {suffix!r}; allowed are .txt (texts alone), .jsonl, .csv, .tsv and .parquet")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    number, rows = 0, []
+    rows = {".parquet": _parquet_rows, ".txt": _txt_rows, ".jsonl": _jsonl_rows}.get(suffix, _separated_rows)
+    found = start > 0
+    lines = _Lines(path)
     try:
-        content = "" if suffix == ".parquet" else path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-        lines = content.removesuffix("\n").split("\n") if content else []
-        if suffix == ".parquet":
-            from pyarrow import parquet
-
-            rows = parquet.read_table(path).to_pylist()
-        elif suffix == ".txt":
-            rows = [{"text": line} for line in lines]
-        elif suffix == ".jsonl":
-            for number, line in enumerate(lines, 1):  # noqa: B007 (the except clause uses it)
-                rows += [{**json.loads(line)}] if line.strip() else []
-        else:
-            rows = separated(content, tab=suffix == ".tsv")
+        for row in rows(path, lines, start):
+            found = True
+            yield row
     except (TypeError, ValueError, csv.Error) as error:  # wrong encoding and broken parquet are ValueErrors too
-        where = f"{path}, line {number}," if number else f"{path}"
+        where = f"{path}, line {lines.number}," if suffix == ".jsonl" and not start else f"{path}"
         raise ValueError(f"{where} cannot be read as {suffix[1:]} in UTF-8 ({error}); convert or correct it") from error
-    if not rows:
+    if not found:
         raise ValueError(f"{path} has no rows; it needs at least one (beside the header)")
-    return {column: [row.get(column) for row in rows] for column in dict.fromkeys(key for row in rows for key in row)}
 
 
-def separated(content: str, *, tab: bool) -> list[dict[str, Any]]:
-    """Rows of csv, or of tsv without quoting, under the names of the header.
+class _Lines:
+    """Lines of a file, decoded one after the other, and the place behind the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.place, self.number = path, 0, 0
+
+    def read(self, start: int = 0) -> Iterator[str]:
+        with self.path.open("rb") as file:
+            self.place = file.seek(start)
+            for line in file:
+                self.number += 1
+                text = line.decode("utf-8-sig" if self.place == 0 else "utf-8")
+                self.place += len(line)
+                yield text[:-2] + "\n" if text.endswith("\r\n") else text
+
+
+Rows = Iterator[tuple[dict[str, Any], int]]
+
+
+def _txt_rows(path: Path, lines: _Lines, start: int) -> Rows:
+    for line in lines.read(start):
+        yield {"text": line.removesuffix("\n")}, lines.place
+
+
+def _jsonl_rows(path: Path, lines: _Lines, start: int) -> Rows:
+    for line in lines.read(start):
+        if line.strip():
+            yield {**json.loads(line)}, lines.place
+
+
+def _separated_rows(path: Path, lines: _Lines, start: int) -> Rows:
+    tab = path.suffix.lower() == ".tsv"
+    if not start:
+        for row in separated(lines.read(), tab=tab):
+            yield row, lines.place
+        return
+    header = next(_csv_reader(lines.read(), tab=tab))
+    for row in separated(lines.read(start), tab=tab, header=header):
+        yield row, lines.place
+
+
+def _parquet_rows(path: Path, lines: _Lines, start: int) -> Rows:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        number = 0
+        for group in range(file.num_row_groups):
+            behind = number + file.metadata.row_group(group).num_rows
+            if behind <= start:
+                number = behind
+                continue
+            for batch in file.iter_batches(1024, row_groups=[group]):
+                for row in batch.to_pylist():
+                    number += 1
+                    if number > start:
+                        yield row, number
+
+
+def separated(lines: Iterable[str], *, tab: bool, header: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of csv, or of tsv without quoting, under the names of the header, which is the first row if not given.
 
     Raises:
         ValueError: If a row has more or fewer fields than the header.
     """
-    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {"strict": True}
-    header, *rows = [row for row in csv.reader(io.StringIO(content, newline=""), **options) if row] or [[]]
-    for number, row in enumerate(rows, 1):
+    number = 0
+    for row in filter(None, _csv_reader(lines, tab=tab)):
+        if header is None:
+            header = row
+            continue
+        number += 1
         if len(row) != len(header):
             raise ValueError(f"row {number} has {len(row)} fields, the header {len(header)}")
-    return [dict(zip(header, row, strict=True)) for row in rows]
+        yield dict(zip(header, row, strict=True))
+
+
+def _csv_reader(lines: Iterable[str], *, tab: bool) -> Iterator[list[str]]:
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {"strict": True}
+    return csv.reader(lines, **options)
 
 
 Column = tuple[str, list[Any]]

@@ -290,7 +290,8 @@ def load_files(
 
 
 def _quickstart(name: str) -> Task:
-    rows = separated((files("ilse_embed") / "quickstart" / QUICKSTART[name]).read_text(encoding="utf-8"), tab=True)
+    content = (files("ilse_embed") / "quickstart" / QUICKSTART[name]).read_text(encoding="utf-8")
+    rows = list(separated(content.splitlines(), tab=True))
     splits: Splits = {}
     for split in SPLITS:
         table = {column: [row[column] for row in rows if row["split"] == split] for column in rows[0]}

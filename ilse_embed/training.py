@@ -33,9 +33,11 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
-from ilse_embed.checkpoints import claim, ended, last_checkpoint
+from ilse_embed.checkpoints import ended, last_checkpoint
+from ilse_embed.compression import LayerBasis
 from ilse_embed.encoders import ENCODERS, LayerEncoder, build_encoder, encoder_options
 from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
+from ilse_embed.files import claim
 from ilse_embed.heads import LinearHead
 from ilse_embed.modules import HeadModule
 from ilse_embed.recipes import Recipe
@@ -53,13 +55,14 @@ class TrainedHead:
 
     Attributes:
         scaling: Fitted scaling, or None.
-        encoder: The encoder.
+        encoder: The encoder, for layers as the table has them.
         head: Linear classifier, for classification.
         validation: Best validation score x 100: Spearman or accuracy.
         epochs: Epochs run.
         seconds: Wall time of training, scaling included.
         parameters: Number of trained parameters.
         provenance: What an artifact records.
+        basis: The compression of the table, if there was one.
     """
 
     scaling: LayerScaling | None
@@ -70,11 +73,15 @@ class TrainedHead:
     seconds: float
     parameters: int
     provenance: dict[str, Any]
+    basis: LayerBasis | None = None
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What `ilse_embed.build` takes beside the backbone."""
-        return {"encoder": self.encoder, "scaling": self.scaling, "head": self.head, "provenance": self.provenance}
+        """What `ilse_embed.build` takes beside the backbone: for raw layers, without any compression."""
+        encoder, scaling = self.encoder, self.scaling
+        if self.basis is not None:
+            encoder, scaling = encoder.widened(self.basis.directions), self.basis.scaling
+        return {"encoder": encoder, "scaling": scaling, "head": self.head, "provenance": self.provenance}
 
 
 class CosineToScore(nn.Module):
@@ -199,9 +206,17 @@ def train(
     """
     recipe = recipe or Recipe()
     started = time.perf_counter()
-    fusion, head = initial_parts(task, table.layers.shape[1:], encoder, recipe, seed=seed, encoder_args=encoder_args)
+    fusion, head = initial_parts(
+        task,
+        table.layers.shape[1:],
+        encoder,
+        recipe,
+        seed=seed,
+        encoder_args=encoder_args,
+        compressed=table.basis is not None,
+    )
     texts = task.texts("train", "validation")
-    scaling = fit_scaling(table, task.texts("train")) if recipe.scaling else None
+    scaling = fit_scaling(table, task.texts("train")) if recipe.scaling and table.basis is None else None
     layers = table.select(texts)
     if scaling is not None:
         layers = scaling.scale_layers(layers)
@@ -213,10 +228,10 @@ def train(
     model = SentenceTransformer(modules=present)  # type: ignore[arg-type]
     settings = {"task": task.name, "encoder": encoder, "encoder_args": encoder_args or {}, "seed": seed}
     settings |= {f"recipe.{key}": value for key, value in asdict(recipe).items()}
-    settings |= {"data": _fingerprint(task), "features": [*layers.shape, f"{table.select(texts[:1]).abs().mean():.2g}"]}
+    settings |= {"data": _fingerprint(task), "features": [*layers.shape, table.source]}
     with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
         folder = Path(temporary) if checkpoints is None else checkpoints
-        claim(folder, settings)
+        claim(folder, settings, "settings.json", "checkpoints")
         state = _fit(model, task, recipe, seed, folder, progress)
         if checkpoints is not None:
             shutil.rmtree(folder)
@@ -231,6 +246,7 @@ def train(
         "recipe": asdict(recipe),
         "seed": seed,
         "validation": round(validation, 4),
+        "compressed": None if table.basis is None else layers.shape[2],
         "labels": task.labels if head is not None else None,
     }
     return TrainedHead(
@@ -242,6 +258,7 @@ def train(
         seconds=time.perf_counter() - started,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         provenance=provenance,
+        basis=table.basis,
     )
 
 
@@ -253,6 +270,7 @@ def initial_parts(
     *,
     seed: int = 0,
     encoder_args: dict[str, Any] | None = None,
+    compressed: bool = False,
 ) -> tuple[LayerEncoder, LinearHead | None]:
     """The encoder, and for classification the linear head, as training starts with them.
 
@@ -265,10 +283,11 @@ def initial_parts(
         recipe: As in `train`.
         seed: As in `train`.
         encoder_args: As in `train`.
+        compressed: Whether the layers are compressed, and so standardised.
 
     Raises:
         ValueError: If the task has no training split or all its scores are equal, the encoder or an option of it is
-            unknown, or nothing would be trained.
+            unknown, nothing would be trained, or encoder or recipe cannot do with compressed layers.
     """
     for split in ("train", "validation"):
         if split not in task.splits:
@@ -285,6 +304,9 @@ def initial_parts(
         raise ValueError(
             f"encoder {encoder!r} has no parameters and the task {task.name} no linear head: nothing to train"
         )
+    if compressed and not (recipe.scaling and fusion.input_weight):
+        what = f"encoder {encoder!r} has no linear map of the layers" if recipe.scaling else "the recipe wants raw ones"
+        raise ValueError(f"compressed layers are standardised and mapped linearly, but {what}; extract without compress")
     return fusion, head
 
 

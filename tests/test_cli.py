@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load
 from ilse_embed.evaluation import model_meta
-from ilse_embed.features import extract
+from ilse_embed.extraction import extract
 from ilse_embed.recipes import RECIPES, Recipe
 from ilse_embed.scoring import trained_score
 from ilse_embed.tasks import load_task

@@ -13,7 +13,8 @@ import torch
 
 from ilse_embed import LayerTransformer, cli, load
 from ilse_embed.demo import QUERIES, DemoResult, run_demo
-from ilse_embed.features import extract, fit_scaling
+from ilse_embed.extraction import extract
+from ilse_embed.features import fit_scaling
 from ilse_embed.recipes import RECIPES
 from ilse_embed.scoring import layer_scores, probe_accuracy, sts_score
 from ilse_embed.tasks import load_task

@@ -24,7 +24,8 @@ from sklearn.linear_model import LogisticRegression
 
 from ilse_embed import LayerPooling, LayerScaling, LayerTransformer, LinearHead, build_encoder
 from ilse_embed.evaluation import evaluate, local_tasks, mock_run, model_meta, mteb_model, without_training_pairs
-from ilse_embed.features import CachedLayers, extract
+from ilse_embed.extraction import extract
+from ilse_embed.features import CachedLayers
 from ilse_embed.model import IlseSentenceTransformer, build, load
 from ilse_embed.tasks import load_files, load_task
 

@@ -34,7 +34,7 @@ from ilse_embed import (
     export_hub,
     load,
 )
-from ilse_embed.features import extract
+from ilse_embed.extraction import extract
 from ilse_embed.model import IlseSentenceTransformer
 
 TEXTS = [*SENTENCES, "", " ", "a\x00b", "cut off \ud83d", "<|endoftext|>", "long " * 900, "👩‍👩‍👧‍👦 e\u0301"]

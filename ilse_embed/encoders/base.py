@@ -7,7 +7,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,28 @@ class LayerEncoder(HeadModule):
         Shapes:
             layers: (B, L, d) float32 -> (B, m)
         """
+
+    @property
+    def input_weight(self) -> str | None:
+        """Name of the one weight that reads the layers, (m, d); None where there is none."""
+        return None
+
+    def widened(self, directions: Tensor) -> Self:
+        """The encoder that gives for layers what this one gives for ``layers @ directions``.
+
+        Shapes:
+            directions: (d, r), where r is this encoder's layer width
+
+        Raises:
+            ValueError: If this encoder has no linear map that reads the layers.
+        """
+        if self.input_weight is None:
+            raise ValueError(f"{type(self).__name__} has no linear map of the layers that could undo a compression")
+        wide = type(self)(**self.get_config_dict() | {"layer_width": len(directions)})
+        state = self.state_dict()
+        state[self.input_weight] = state[self.input_weight] @ directions.to(state[self.input_weight].device).T
+        wide.load_state_dict(state)
+        return wide.train(self.training)
 
     @abstractmethod
     def get_embedding_dimension(self) -> int:

@@ -184,6 +184,11 @@ class LayerGNN(LayerEncoder):
         nn.init.zeros_(linear.bias)
         return nn.Sequential(linear)
 
+    @property
+    def input_weight(self) -> str:
+        """Name of the weight that reads the layers."""
+        return "project.0.weight"
+
     def encode_layers(self, layers: Tensor) -> Tensor:
         """Project, pass messages, pool.
 

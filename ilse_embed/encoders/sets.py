@@ -49,6 +49,11 @@ class DeepSets(LayerEncoder):
         self.phi = dense_blocks(layer_width, hidden, pre, dropout)
         self.rho = dense_blocks(hidden if pre else layer_width, hidden, post, dropout)
 
+    @property
+    def input_weight(self) -> str:
+        """Name of the weight that reads the layers."""
+        return "phi.0.weight" if self.pre else "rho.0.weight"
+
     def encode_layers(self, layers: Tensor) -> Tensor:
         """Fuse.
 

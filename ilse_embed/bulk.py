@@ -1,0 +1,335 @@
+"""Embeddings of files of any size: constant memory, sharded Parquet, resumable, one text exactly once.
+
+Letters: ``n`` texts, ``m`` embedding width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import parquet
+from sentence_transformers import SentenceTransformer
+
+from ilse_embed.batches import BatchRunner
+from ilse_embed.files import claim, write_atomically
+from ilse_embed.identity import model_revision
+from ilse_embed.tables import Record, TextFile
+from ilse_embed.tokens import valid_unicode
+
+arrow: Any = pa
+
+CHUNK_TEXTS = 8192
+"""Texts in a part of the output; what a crash can cost at most."""
+
+Progress = Callable[[int, int], None]
+"""Called with (texts done, tokens done) after each part."""
+
+
+class TextEmbedder:
+    """Texts -> embeddings, in batches of like length under a budget of tokens; made once and called again and again."""
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        *,
+        batch_tokens: int | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+    ) -> None:
+        """Keep the model.
+
+        Args:
+            model: A model whose first module is a `LayerTransformer`.
+            batch_tokens: Padded tokens in a batch; see `BatchRunner`.
+            prompt: What goes in front of each text.
+            prompt_name: A prompt of the model by its name; by default the model's default prompt.
+
+        Raises:
+            ValueError: If the model has no prompt of this name.
+        """
+        name = prompt_name or model.default_prompt_name
+        if prompt is None and name is not None:
+            if name not in model.prompts:
+                raise ValueError(f"prompt_name is {name!r}; this model has {json.dumps(sorted(model.prompts))}")
+            prompt = model.prompts[name]
+        self.model = model.eval()
+        self.runner = BatchRunner(
+            model[0],
+            lambda features: model(features)["sentence_embedding"].float(),
+            batch_tokens=batch_tokens,
+            prompt=prompt or None,
+        )
+
+    def __call__(self, texts: Sequence[str], tell: Callable[[int], None] | None = None) -> NDArray[np.float32]:
+        """Embed; equal texts once.
+
+        Args:
+            texts: n texts.
+            tell: Called after each batch with the number of distinct texts in it.
+
+        Returns:
+            (n, m)
+
+        Raises:
+            FloatingPointError: If an embedding is not finite, with the text.
+            MemoryError: If a single text does not fit.
+        """
+        distinct = list(dict.fromkeys(texts))
+        embeddings = np.empty((len(distinct), self.model.get_embedding_dimension() or 0), np.float32)
+        for rows, batch in self.runner(distinct):
+            embeddings[rows] = batch.numpy()
+            if not np.isfinite(embeddings[rows]).all():
+                wrong = next(row for row in rows if not np.isfinite(embeddings[row]).all())
+                raise FloatingPointError(
+                    f"the embedding of the text {distinct[wrong][:80]!r} is not finite; load the backbone in bfloat16 "
+                    "or float32, not float16"
+                )
+            if tell is not None:
+                tell(len(rows))
+        place = {text: row for row, text in enumerate(distinct)}
+        return embeddings[[place[text] for text in texts]] if len(distinct) < len(texts) else embeddings
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some texts of a file, which become one part of the output.
+
+    Attributes:
+        number: Of the part.
+        file: Number of the file.
+        start: Place of the first text in the file.
+        row: Number of the first text in the file.
+        texts: How many.
+        digest: Hash of the texts.
+    """
+
+    number: int
+    file: int
+    start: int
+    row: int
+    texts: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class BulkJob:
+    """What to embed and where to: the same for every process that takes a share of it.
+
+    Attributes:
+        files: The texts.
+        output: Folder of the parts.
+        chunk_texts: Texts in a part.
+        keep_texts: Whether the parts hold the texts too.
+        prompt: What goes in front of each text; None takes the model's default.
+        prompt_name: A prompt of the model by its name.
+    """
+
+    files: tuple[TextFile, ...]
+    output: Path
+    chunk_texts: int = CHUNK_TEXTS
+    keep_texts: bool = True
+    prompt: str | None = None
+    prompt_name: str | None = None
+
+    def claim(self, model: SentenceTransformer) -> None:
+        """Note in the output folder what it is for.
+
+        Raises:
+            ValueError: If it is for something else: another model, other texts, another division into parts.
+        """
+        columns = {(file.column, file.id_column) for file in self.files}
+        settings = {
+            "model": model_revision(model),
+            "width": model.get_embedding_dimension(),
+            "files": [[file.path.name, file.path.stat().st_size] for file in self.files],
+            "columns": sorted(map(list, columns), key=str),
+            "chunk_texts": self.chunk_texts,
+            "keep_texts": self.keep_texts,
+            "prompt": [self.prompt, self.prompt_name],
+        }
+        claim(self.output, settings, "embeddings.json", "embeddings")
+
+    def chunks(self) -> Iterator[tuple[Chunk, list[Record]]]:
+        """Read the files, one chunk after the other; a chunk is of one file.
+
+        Raises:
+            FileNotFoundError: If a file is not there.
+            ValueError: As in `TextFile.records`.
+        """
+        number = 0
+        for file_number, file in enumerate(self.files):
+            records, start, row = file.records(), 0, 0
+            while gathered := list(islice(records, self.chunk_texts)):
+                yield Chunk(number, file_number, start, row, len(gathered), _digest(gathered)), gathered
+                number, start, row = number + 1, gathered[-1].end, row + len(gathered)
+
+    def read(self, chunk: Chunk) -> list[Record]:
+        """The texts of a chunk, read where they are.
+
+        Raises:
+            OSError: If they are not those that the chunk was made of.
+        """
+        file = self.files[chunk.file]
+        records = list(islice(file.records(chunk.start), chunk.texts))
+        if _digest(records) != chunk.digest:
+            raise OSError(f"{file.path} is not the file that was read before; every worker must see the same files")
+        return records
+
+    def part(self, chunk: Chunk) -> Path:
+        """Where the embeddings of a chunk go."""
+        return self.output / f"part-{chunk.number:06d}.parquet"
+
+    def is_done(self, chunk: Chunk) -> bool:
+        """Whether the part of a chunk is there.
+
+        Raises:
+            OSError: If it is damaged.
+            ValueError: If it is of other texts.
+        """
+        path = self.part(chunk)
+        if not path.exists():
+            return False
+        try:
+            metadata = parquet.read_metadata(path)
+            digest = (metadata.metadata or {}).get(b"texts", b"").decode()
+        except (arrow.ArrowException, OSError) as error:
+            raise OSError(f"{path} is damaged ({error}); delete it and run again") from error
+        if digest != chunk.digest or metadata.num_rows != chunk.texts:
+            raise ValueError(f"{path} has other texts than {self.files[chunk.file].path}; take a new output folder")
+        return True
+
+    def write(self, chunk: Chunk, records: Sequence[Record], embeddings: NDArray[np.float32]) -> None:
+        """Write a part, whole or not at all.
+
+        Half a surrogate pair, which no file can hold as UTF-8, is written as U+FFFD, as which the model saw it.
+
+        Shapes:
+            embeddings: (n, m)
+        """
+        name = self.files[chunk.file].path.name
+        columns: dict[str, Any] = {
+            "file": arrow.array([name] * len(records)).dictionary_encode(),
+            "row": arrow.array(range(chunk.row, chunk.row + len(records)), arrow.int64()),
+        }
+        if self.files[chunk.file].id_column is not None:
+            columns["id"] = [record.id for record in records]
+        if self.keep_texts:
+            columns["text"] = [valid_unicode(record.text) for record in records]
+        columns["embedding"] = embedding_column(embeddings)
+        table = arrow.table(columns).replace_schema_metadata({"texts": chunk.digest})
+        write_parquet(self.part(chunk), table)
+
+
+class ChunkEmbedder:
+    """Does chunks of a job with one model: the callable that a loop or a cluster engine hands them to."""
+
+    def __init__(self, job: BulkJob, model: SentenceTransformer, batch_tokens: int | None = None) -> None:
+        """Keep job and model."""
+        self.job = job
+        self.embed = TextEmbedder(model, batch_tokens=batch_tokens, prompt=job.prompt, prompt_name=job.prompt_name)
+
+    def __call__(self, chunk: Chunk, records: Sequence[Record] | None = None) -> int:
+        """Embed a chunk and write its part, if it is not there; returns the number of texts embedded."""
+        if self.job.is_done(chunk):
+            return 0
+        records = self.job.read(chunk) if records is None else records
+        self.job.write(chunk, records, self.embed([record.text for record in records]))
+        return len(records)
+
+
+@dataclass(frozen=True)
+class BulkResult:
+    """What a run did.
+
+    Attributes:
+        texts: Texts of this share.
+        embedded: Those that were embedded now; the others were there.
+        tokens: Tokens run now.
+        parts: Parts of this share.
+        seconds: Wall time.
+    """
+
+    texts: int
+    embedded: int
+    tokens: int
+    parts: int
+    seconds: float
+
+
+def embed_files(
+    job: BulkJob,
+    model: SentenceTransformer,
+    *,
+    shard: int = 0,
+    num_shards: int = 1,
+    batch_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> BulkResult:
+    """Do a share of a job in this process; what is there already is not done again.
+
+    Args:
+        job: What to do.
+        model: The model.
+        shard: Which share, counted from 0: the parts whose number leaves this rest.
+        num_shards: How many shares; each may run anywhere, in any order, and again.
+        batch_tokens: Padded tokens in a batch; see `BatchRunner`.
+        progress: Called after each part.
+
+    Raises:
+        ValueError: If the share is none, or the output folder is for something else.
+        OSError: If a part is damaged.
+    """
+    check_shard(shard, num_shards)
+    started = time.perf_counter()
+    job.claim(model)
+    do = ChunkEmbedder(job, model, batch_tokens)
+    texts = embedded = parts = 0
+    for chunk, records in job.chunks():
+        if chunk.number % num_shards == shard:
+            embedded += do(chunk, records)
+            texts, parts = texts + chunk.texts, parts + 1
+            if progress is not None:
+                progress(texts, do.embed.runner.tokens)
+    return BulkResult(texts, embedded, do.embed.runner.tokens, parts, time.perf_counter() - started)
+
+
+def check_shard(shard: int, num_shards: int) -> None:
+    """Refuse a share that there is not.
+
+    Raises:
+        ValueError: With what came and what is allowed.
+    """
+    if not 0 <= shard < num_shards:
+        raise ValueError(f"shard is {shard} of {num_shards}; allowed are 0 to num_shards - 1")
+
+
+def embedding_column(embeddings: NDArray[np.float32]) -> Any:
+    """(n, m) as a column of lists of fixed size."""
+    flat = np.ascontiguousarray(embeddings, np.float32).reshape(-1)
+    return arrow.FixedSizeListArray.from_arrays(flat, embeddings.shape[1])
+
+
+def write_parquet(path: Path, table: Any) -> None:
+    """Write a table, whole or not at all."""
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+    write_atomically(path, buffer.getvalue())
+
+
+def _digest(records: Sequence[Record]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        text = record.text.encode("utf-8", "surrogatepass")
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()[:32]
