@@ -32,9 +32,7 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
                 f"{folder} has checkpoints of a run with other settings ({', '.join(other)}); remove it to start anew"
             )
     elif any(not path.name.endswith(".tmp") for path in folder.iterdir()):
-        raise ValueError(
-            f"{folder} is for checkpoints and is removed in the end, but it has other files; take a new one"
-        )
+        raise ValueError(f"{folder} is for checkpoints, but it has other files; take a new one")
     write_atomically(note, json.dumps(settings, indent=2).encode())
 
 

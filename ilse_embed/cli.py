@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -159,6 +160,7 @@ def train(
     with _progress("Extracting", "texts") as update:
         features = FeatureStore.for_backbone(store or cache_dir() / "features", model)
         table = extract(model, data.texts(), features, progress=update)
+    checkpoints = output.with_name(f".{output.name}.checkpoints")
     with _progress("Training", "epochs") as update:
         trained = train_head(
             data,
@@ -167,12 +169,13 @@ def train(
             chosen,
             seed=seed,
             encoder_args=encoder_args,
-            checkpoints=output.with_name(f".{output.name}.checkpoints"),
+            checkpoints=checkpoints,
             progress=lambda done, most, score: update(done, most, f"validation {score:.2f}"),
         )
     # Before the parts join the backbone: that moves them to its device, and the features are on the CPU.
     test_score = trained_score(trained, data, table, "test") if "test" in data.splits else None
     build(model, **trained.parts).save(str(output))
+    shutil.rmtree(checkpoints)  # not before: a crash up to here must not lose the training
     measured: dict[str, Any] = {"validation": trained.validation, "epochs": trained.epochs, "seconds": trained.seconds}
     measured |= {"parameters": trained.parameters, "model": str(output)}
     if test_score is not None:

@@ -21,9 +21,11 @@ import torch
 import transformers
 import typer
 from pyarrow import parquet
+from sentence_transformers import SentenceTransformerTrainer
 from typer.testing import CliRunner
 
-from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load
+from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load, scoring
+from ilse_embed import model as model_room
 from ilse_embed.evaluation import model_meta
 from ilse_embed.features import extract
 from ilse_embed.recipes import RECIPES, Recipe
@@ -257,8 +259,16 @@ def test_a_flag_goes_both_ways(ilse: Ilse, tiny_backbone: Callable[..., Path], m
         assert recipe["sts_loss"] == "mse_score_range" and recipe["scaling"] is False
 
 
-def train_and_die(arguments: list[str]) -> None:
-    """In a process of its own: `ilse train`, killed after three epochs."""
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(arguments: list[str], at: str) -> None:
+    """In a process of its own: `ilse train`, killed after three epochs, or before it scores or saves."""
+    if at == "scoring":
+        scoring.trained_score = die  # type: ignore[assignment]
+    elif at == "saving":
+        model_room.build = die  # type: ignore[assignment]
     enter = cli._progress.__enter__
 
     def entered(self: Any) -> Callable[..., None]:
@@ -266,8 +276,8 @@ def train_and_die(arguments: list[str]) -> None:
 
         def count(done: int, total: int, note: str = "") -> None:
             update(done, total, note)
-            if self.what == "Training" and done == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if at == "training" == self.what.lower() and done == 3:
+                die()
 
         return count
 
@@ -276,16 +286,29 @@ def train_and_die(arguments: list[str]) -> None:
     cli.main()
 
 
-def test_run_again_after_a_kill(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["training", "scoring", "saving"])
+def test_run_again_after_a_kill(
+    ilse: Ilse,
+    tiny_backbone: Callable[..., Path],
+    mirror: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    """The model of the undisturbed run; what was trained already is not trained again."""
     usual = ["train", "--task", "STSBenchmark", "--data-dir", str(mirror), "--backbone", str(tiny_backbone())]
     usual += ["--hidden", "8", "--epochs", "5", "--output"]
-    child = multiprocessing.get_context("fork").Process(target=train_and_die, args=([*usual, "killed"],))
+    child = multiprocessing.get_context("fork").Process(target=train_and_die, args=([*usual, "killed"], at))
     child.start()
     child.join(120)
     assert child.exitcode == -signal.SIGKILL
     assert (tmp_path / ".killed.checkpoints").is_dir() and not (tmp_path / "killed").exists()
     assert_refused(ilse(*usual, "killed", "--seed", 1), "checkpoints of a run with other settings (seed)")
-    assert ilse(*usual, "killed").code == ilse(*usual, "undisturbed").code == 0
+    with monkeypatch.context() as patch:
+        if at != "training":
+            patch.setattr(SentenceTransformerTrainer, "train", lambda *a, **k: pytest.fail("trained again"))
+        assert ilse(*usual, "killed").code == 0
+    assert ilse(*usual, "undisturbed").code == 0
     assert not list(tmp_path.glob(".*"))
     tensors = [path.relative_to(tmp_path / "killed") for path in (tmp_path / "killed").rglob("*.safetensors")]
     assert len(tensors) == 2
