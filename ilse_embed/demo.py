@@ -16,7 +16,7 @@ from ilse_embed.evaluation import evaluate
 from ilse_embed.features import LayerTable, extract, fit_scaling
 from ilse_embed.model import IlseSentenceTransformer, build, load
 from ilse_embed.recipes import RECIPES, Recipe
-from ilse_embed.scoring import layer_features, layer_scores, trained_score, untrained_score
+from ilse_embed.scoring import layer_features, layer_scores, probe_features, trained_score, untrained_score
 from ilse_embed.tasks import Task, load_task
 from ilse_embed.training import TrainedHead, train
 
@@ -133,7 +133,7 @@ _PROTOCOL = {"quickstart-sts": "probe", "quickstart-intents": "head"}
 def _untrained_rows(methods: dict[str, Row], task: Task, table: LayerTable, recipe: Recipe) -> None:
     """Rows without an encoder: cosine of the features for STS, logistic regression on all training labels else."""
     scaling = fit_scaling(table, task.texts("train")) if recipe.scaling else None
-    test, fit = (layer_features(task, table, split, scaling) for split in ("test", "train"))
+    test, fit = layer_features(task, table, "test", scaling), probe_features(task, table, scaling)
     validation = layer_scores(task, table, "validation", scaling)
     best = max(range(len(validation)), key=validation.__getitem__)
     methods["best layer"].detail[task.name] = best
