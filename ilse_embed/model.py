@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
-import shutil
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from importlib import import_module
@@ -22,11 +19,10 @@ from sentence_transformers.util import import_from_string, load_file_path
 from torch import nn
 
 import ilse_embed
+from ilse_embed.artifact import INDEX, RECORD, replacing
 from ilse_embed.encoders import LayerEncoder
 from ilse_embed.heads import LinearHead
 from ilse_embed.scaling import LayerScaling
-
-PROVENANCE_FILE = "ilse.json"
 
 STANDALONE_FILE = "ilse_embed.py"
 
@@ -50,8 +46,9 @@ class IlseSentenceTransformer(SentenceTransformer):
         super().__init__(*args, **kwargs)
         self.provenance = {}
         path = args[0] if args else kwargs.get("model_name_or_path")
-        if isinstance(path, str) and (found := load_file_path(path, PROVENANCE_FILE, **_where(kwargs))):
+        if isinstance(path, str) and (found := load_file_path(path, RECORD, **_where(kwargs))):
             self.provenance = json.loads(Path(found).read_text(encoding="utf-8"))
+            self.provenance.pop("files", None)
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """As in SentenceTransformer; no texts give an array of shape (0, m) instead of (0,)."""
@@ -114,9 +111,7 @@ class IlseSentenceTransformer(SentenceTransformer):
         train_datasets: list[str] | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Write the artifact; in a folder beside it first, so that a failure leaves an earlier one as it was.
-
-        The index ``modules.json`` goes first and comes last: at no moment does a folder with parts of two models load.
+        """Write the artifact whole; a failure leaves an earlier one as it was.
 
         Args:
             path: Folder; what an earlier save wrote there is replaced, other files stay.
@@ -124,18 +119,16 @@ class IlseSentenceTransformer(SentenceTransformer):
             create_model_card: Whether to write README.md.
             train_datasets: Unused; the provenance tells.
             safe_serialization: Always safetensors.
+
+        Raises:
+            ValueError: If a file would be overwritten that no earlier save wrote.
         """
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-            super().save(temporary, model_name, create_model_card, train_datasets)
-            (Path(temporary) / PROVENANCE_FILE).write_text(json.dumps(self.provenance, indent=2), encoding="utf-8")
-            target.mkdir(exist_ok=True)
-            _remove_model(target)
-            for source in sorted(Path(temporary).iterdir(), key=lambda part: part.name == "modules.json"):
-                if source.is_dir() and (target / source.name).is_dir():  # left by a save that was killed
-                    shutil.rmtree(target / source.name)
-                source.replace(target / source.name)
+        with replacing(Path(path)) as folder:
+            self._write(folder, model_name, create_model_card, train_datasets)
+
+    def _write(self, folder: Path, *options: Any) -> None:
+        super().save(str(folder), *options)
+        (folder / RECORD).write_text(json.dumps(self.provenance), encoding="utf-8")
 
     def _load_module_class_from_ref(self, class_ref: str, *args: Any, **kwargs: Any) -> type:
         package, _, name = class_ref.rpartition(".")
@@ -197,11 +190,11 @@ def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) ->
     if backbone is not None:
         kwargs["model_kwargs"] = {**kwargs.get("model_kwargs", {}), "backbone": str(backbone)}
     folder = Path(path)
-    if folder.is_dir() and not (folder / "modules.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no saved model (no modules.json)")
+    if folder.is_dir() and not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"{folder} holds no saved model (no {INDEX})")
     if not folder.is_dir() and (folder.is_absolute() or str(path).startswith(".")):
         raise FileNotFoundError(f"there is no folder {folder}")
-    if not folder.is_dir() and load_file_path(str(path), "modules.json", **_where(kwargs)) is None:
+    if not folder.is_dir() and load_file_path(str(path), INDEX, **_where(kwargs)) is None:
         raise FileNotFoundError(f"there is no folder {folder}, and no saved model {path} on the hub or in its cache")
     model = IlseSentenceTransformer(str(path), **kwargs)
     if not any(isinstance(module, LayerEncoder) for module in model):
@@ -217,19 +210,6 @@ def _where(options: dict[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in ("token", "cache_folder", "revision", "local_files_only") if key in options}
 
 
-def _remove_model(folder: Path) -> None:
-    """Remove what an earlier save wrote into a folder, and nothing else."""
-    index = folder / "modules.json"
-    if not index.is_file():
-        return
-    parts = set(re.findall(r'"path": "(\w+)"', index.read_text(encoding="utf-8")))
-    index.unlink()
-    for part in parts & {path.name for path in folder.iterdir() if path.is_dir()}:
-        shutil.rmtree(folder / part)
-    for path in [folder / STANDALONE_FILE, folder / "config.json", *folder.glob("*.safetensors*")]:  # and a backbone
-        path.unlink(missing_ok=True)
-
-
 def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
     """Save for a place where this package is not installed: with one Python file that holds the modules.
 
@@ -237,15 +217,19 @@ def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
 
     Args:
         model: What to export.
-        folder: Where to.
+        folder: Where to, as in `IlseSentenceTransformer.save`.
+
+    Raises:
+        ValueError: If a file would be overwritten that no earlier save wrote.
     """
-    folder = Path(folder)
-    model.save(str(folder))
-    config_file = folder / "config_sentence_transformers.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config["requirements"] = {"torch-geometric": {"specifier": ">=2.6", "reason": "Message passing between layers."}}
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-    (folder / STANDALONE_FILE).write_text(standalone_source(), encoding="utf-8")
+    with replacing(Path(folder)) as staging:
+        model._write(staging)
+        config_file = staging / "config_sentence_transformers.json"
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        message_passing = {"specifier": ">=2.6", "reason": "Message passing between layers."}
+        config["requirements"] = {"torch-geometric": message_passing}
+        config_file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        (staging / STANDALONE_FILE).write_text(standalone_source(), encoding="utf-8")
 
 
 def standalone_source() -> str:
