@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors import SafetensorError
 
+from ilse_embed.artifact import INDEX, check_target
 from ilse_embed.cli_options import recipe_options
 from ilse_embed.recipes import RECIPES
 from ilse_embed.weights import DownloadError, smollm2
@@ -135,10 +136,14 @@ def train(
     if recipe not in RECIPES:
         raise ValueError(f"recipe is {recipe!r}; allowed are {json.dumps(sorted(RECIPES))}")
     chosen = RECIPES[recipe].replace(**overrides or {})
-    if (output / "modules.json").is_file():
+    if not output.resolve().name:
+        raise ValueError(f"--output is {output}, the root of the file system; it must be a folder below")
+    if (output / INDEX).is_file():
         raise ValueError(f"{output} holds a finished model already; take another --output or remove it")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; --output is the folder of the model")
+    for place in (output, *output.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--output is {output}, but {place} is a file; it must be a folder, new or there already")
+    check_target(output)
     path = _backbone(backbone)
     from sentence_transformers.util import get_device_name
 
@@ -160,7 +165,7 @@ def train(
     with _progress("Extracting", "texts") as update:
         features = FeatureStore.for_backbone(store or cache_dir() / "features", model)
         table = extract(model, data.texts(), features, progress=update)
-    checkpoints = output.with_name(f".{output.name}.checkpoints")
+    checkpoints = output / ".ilse-checkpoints"
     with _progress("Training", "epochs") as update:
         trained = train_head(
             data,
