@@ -16,7 +16,7 @@ from ilse_embed.extraction import extract
 from ilse_embed.features import fit_scaling
 from ilse_embed.scoring import layer_scores
 from ilse_embed.store import FeatureStore
-from ilse_embed.tasks import Task, load_task
+from ilse_embed.tasks import load_task
 from ilse_embed.weights import cache_dir, smollm2
 
 
@@ -29,11 +29,8 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = str(smollm2()) if arguments.backbone == "smollm2" else arguments.backbone
     name = Path(folder).name
-    full = load_task("STSBenchmark", arguments.data_dir)
-    # The scaling is fitted on the validation sentences themselves: no label plays a part in it.
-    task = Task(
-        full.name, "sts", {"train": full.splits["validation"], "validation": full.splits["validation"]}, (0, 5), ""
-    )
+    task = load_task("STSBenchmark", arguments.data_dir)
+    texts = task.texts("validation")
     forms = {}
     for pooling in POOLINGS:
         try:
@@ -41,10 +38,11 @@ def main() -> None:
         except ValueError as error:
             forms[pooling] = {"refused": str(error)}
             continue
-        table = extract(backbone, task.texts(), FeatureStore.for_backbone(arguments.store, backbone))
+        table = extract(backbone, texts, FeatureStore.for_backbone(arguments.store, backbone))
         share = first_token_share(backbone, skip=int(pooling != "mean"))
         raw = layer_scores(task, table, "validation", None)
-        scaled = layer_scores(task, table, "validation", fit_scaling(table, task.texts()))
+        # Fitted on the validation sentences themselves: no label plays a part in it.
+        scaled = layer_scores(task, table, "validation", fit_scaling(table, texts))
         forms[pooling] = {
             "largest_share_of_the_first_pooled_token": round(float(share.max()), 3),
             "spearman_raw": [round(score, 2) for score in raw],

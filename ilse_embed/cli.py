@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from safetensors import SafetensorError
 
+from ilse_embed.artifact import INDEX, check_target
 from ilse_embed.cli_options import recipe_options
 from ilse_embed.recipes import RECIPES
 from ilse_embed.weights import DownloadError, smollm2
@@ -134,10 +136,14 @@ def train(
     if recipe not in RECIPES:
         raise ValueError(f"recipe is {recipe!r}; allowed are {json.dumps(sorted(RECIPES))}")
     chosen = RECIPES[recipe].replace(**overrides or {})
-    if (output / "modules.json").is_file():
+    if not output.resolve().name:
+        raise ValueError(f"--output is {output}, the root of the file system; it must be a folder below")
+    if (output / INDEX).is_file():
         raise ValueError(f"{output} holds a finished model already; take another --output or remove it")
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; --output is the folder of the model")
+    for place in (output, *output.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--output is {output}, but {place} is a file; it must be a folder, new or there already")
+    check_target(output)
     path = _backbone(backbone)
     from sentence_transformers.util import get_device_name
 
@@ -159,6 +165,7 @@ def train(
     with _progress("Extracting", "texts") as update:
         features = FeatureStore.for_backbone(store or cache_dir() / "features", model)
         table = extract(model, data.texts(), features, progress=update)
+    checkpoints = output / ".ilse-checkpoints"
     with _progress("Training", "epochs") as update:
         trained = train_head(
             data,
@@ -167,12 +174,13 @@ def train(
             chosen,
             seed=seed,
             encoder_args=encoder_args,
-            checkpoints=output.with_name(f".{output.name}.checkpoints"),
+            checkpoints=checkpoints,
             progress=lambda done, most, score: update(done, most, f"validation {score:.2f}"),
         )
     # Before the parts join the backbone: that moves them to its device, and the features are on the CPU.
     test_score = trained_score(trained, data, table, "test") if "test" in data.splits else None
     build(model, **trained.parts).save(str(output))
+    shutil.rmtree(checkpoints)  # not before: a crash up to here must not lose the training
     measured: dict[str, Any] = {"validation": trained.validation, "epochs": trained.epochs, "seconds": trained.seconds}
     measured |= {"parameters": trained.parameters, "model": str(output)}
     if test_score is not None:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from sentence_transformers.util import get_device_name
 
+from ilse_embed.artifact import check_target
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.evaluation import evaluate
 from ilse_embed.extraction import extract
 from ilse_embed.features import LayerTable, fit_scaling
 from ilse_embed.model import IlseSentenceTransformer, build, load
 from ilse_embed.recipes import RECIPES, Recipe
-from ilse_embed.scoring import layer_features, layer_scores, trained_score, untrained_score
+from ilse_embed.scoring import layer_features, layer_scores, probe_features, trained_score, untrained_score
 from ilse_embed.tasks import Task, load_task
 from ilse_embed.training import TrainedHead, train
 
@@ -87,9 +88,15 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
         output: Folder for the two models.
         seed: Draws initial weights and batches.
         say: Told what is going on.
+
+    Raises:
+        ValueError: If saving would overwrite what is not a model of an earlier demo.
     """
     started = time.perf_counter()
     tasks = [load_task("quickstart-sts"), load_task("quickstart-intents")]
+    folders = {task.name: output / task.name.removeprefix("quickstart-") for task in tasks}
+    for folder in folders.values():
+        check_target(folder)
     texts = [text for task in tasks for text in task.texts()]
     rows: list[Row] = []
     kept: dict[str, TrainedHead] = {}
@@ -114,17 +121,15 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
     compared = time.perf_counter()
 
     say("Saving, reloading and using the Cayley-Encoder of the default recipe")
-    folders = {}
-    for task in tasks:
-        folder = output / task.name.removeprefix("quickstart-")
-        build(backbone, **kept[task.name].parts).cpu().save(str(folder))  # the features are on the CPU too
-        folders[task.name] = str(folder)
+    for name, folder in folders.items():
+        build(backbone, **kept[name].parts).cpu().save(str(folder))  # the features are on the CPU too
     models = {name: load(folder) for name, folder in folders.items()}
     scores = {name: 100 * evaluate(models[name], [name], protocol=_PROTOCOL[name])[0].get_score() for name in folders}
     neighbours = _neighbours(models, tasks, table, kept)
     ended = time.perf_counter()
     parts = {"compare": compared - started, "reload_mteb_neighbours": ended - compared, "total": ended - started}
-    return DemoResult(Path(backbone.backbone).name, rows, neighbours, folders, scores, parts)
+    saved = {name: str(folder) for name, folder in folders.items()}
+    return DemoResult(Path(backbone.backbone).name, rows, neighbours, saved, scores, parts)
 
 
 _METHODS = ("last layer", "best layer", "mean of layers", "Set-Encoder", "Cayley-Encoder")
@@ -134,7 +139,7 @@ _PROTOCOL = {"quickstart-sts": "probe", "quickstart-intents": "head"}
 def _untrained_rows(methods: dict[str, Row], task: Task, table: LayerTable, recipe: Recipe) -> None:
     """Rows without an encoder: cosine of the features for STS, logistic regression on all training labels else."""
     scaling = fit_scaling(table, task.texts("train")) if recipe.scaling else None
-    test, fit = (layer_features(task, table, split, scaling) for split in ("test", "train"))
+    test, fit = layer_features(task, table, "test", scaling), probe_features(task, table, scaling)
     validation = layer_scores(task, table, "validation", scaling)
     best = max(range(len(validation)), key=validation.__getitem__)
     methods["best layer"].detail[task.name] = best

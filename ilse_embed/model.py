@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
-import shutil
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from importlib import import_module
@@ -22,11 +19,10 @@ from sentence_transformers.util import import_from_string, load_file_path
 from torch import nn
 
 import ilse_embed
+from ilse_embed.artifact import INDEX, RECORD, replacing
 from ilse_embed.encoders import LayerEncoder
 from ilse_embed.heads import LinearHead
 from ilse_embed.scaling import LayerScaling
-
-PROVENANCE_FILE = "ilse.json"
 
 STANDALONE_FILE = "ilse_embed.py"
 
@@ -45,13 +41,15 @@ class IlseSentenceTransformer(SentenceTransformer):
     """
 
     provenance: dict[str, Any]
+    _moved_to: str | None = None  # `load` was told; the module's own name stays, as what mteb knows the model by
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.provenance = {}
         path = args[0] if args else kwargs.get("model_name_or_path")
-        if isinstance(path, str) and (found := load_file_path(path, PROVENANCE_FILE, **_where(kwargs))):
+        if isinstance(path, str) and (found := load_file_path(path, RECORD, **_where(kwargs))):
             self.provenance = json.loads(Path(found).read_text(encoding="utf-8"))
+            self.provenance.pop("files", None)
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """As in SentenceTransformer; no texts give an array of shape (0, m) instead of (0,)."""
@@ -114,9 +112,7 @@ class IlseSentenceTransformer(SentenceTransformer):
         train_datasets: list[str] | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Write the artifact; in a folder beside it first, so that a failure leaves an earlier one as it was.
-
-        The index ``modules.json`` goes first and comes last: at no moment does a folder with parts of two models load.
+        """Write the artifact whole; a failure leaves an earlier one as it was.
 
         Args:
             path: Folder; what an earlier save wrote there is replaced, other files stay.
@@ -124,18 +120,21 @@ class IlseSentenceTransformer(SentenceTransformer):
             create_model_card: Whether to write README.md.
             train_datasets: Unused; the provenance tells.
             safe_serialization: Always safetensors.
+
+        Raises:
+            ValueError: If a file would be overwritten that no earlier save wrote.
         """
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-            super().save(temporary, model_name, create_model_card, train_datasets)
-            (Path(temporary) / PROVENANCE_FILE).write_text(json.dumps(self.provenance, indent=2), encoding="utf-8")
-            target.mkdir(exist_ok=True)
-            _remove_model(target)
-            for source in sorted(Path(temporary).iterdir(), key=lambda part: part.name == "modules.json"):
-                if source.is_dir() and (target / source.name).is_dir():  # left by a save that was killed
-                    shutil.rmtree(target / source.name)
-                source.replace(target / source.name)
+        with replacing(Path(path)) as folder:
+            self._write(folder, self._moved_to, model_name, create_model_card, train_datasets)
+
+    def _write(self, folder: Path, backbone: str | None, *options: Any) -> None:
+        """Write the artifact and our record; refer to the backbone as told, if told."""
+        super().save(str(folder), *options)
+        if backbone is not None:
+            file = folder / self[0].config_file_name
+            config = json.loads(file.read_text(encoding="utf-8"))
+            file.write_text(json.dumps(config | {"backbone": backbone}, indent=4), encoding="utf-8")
+        (folder / RECORD).write_text(json.dumps(self.provenance), encoding="utf-8")
 
     def _load_module_class_from_ref(self, class_ref: str, *args: Any, **kwargs: Any) -> type:
         package, _, name = class_ref.rpartition(".")
@@ -187,7 +186,8 @@ def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) ->
 
     Args:
         path: Folder or name on the hub.
-        backbone: Where the backbone is, if not where the artifact says.
+        backbone: Where the backbone is, if not where the artifact says. Saved again, the model refers to it if it
+            referred to a folder before; a name on the hub stays, for it holds everywhere.
         **kwargs: For SentenceTransformer: ``device``, ``revision``, ``model_kwargs``, ...
 
     Raises:
@@ -197,11 +197,11 @@ def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) ->
     if backbone is not None:
         kwargs["model_kwargs"] = {**kwargs.get("model_kwargs", {}), "backbone": str(backbone)}
     folder = Path(path)
-    if folder.is_dir() and not (folder / "modules.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no saved model (no modules.json)")
+    if folder.is_dir() and not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"{folder} holds no saved model (no {INDEX})")
     if not folder.is_dir() and (folder.is_absolute() or str(path).startswith(".")):
         raise FileNotFoundError(f"there is no folder {folder}")
-    if not folder.is_dir() and load_file_path(str(path), "modules.json", **_where(kwargs)) is None:
+    if not folder.is_dir() and load_file_path(str(path), INDEX, **_where(kwargs)) is None:
         raise FileNotFoundError(f"there is no folder {folder}, and no saved model {path} on the hub or in its cache")
     model = IlseSentenceTransformer(str(path), **kwargs)
     if not any(isinstance(module, LayerEncoder) for module in model):
@@ -209,25 +209,14 @@ def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) ->
             f"{path} has no layer encoder, only {[type(module).__name__ for module in model]}; it was not saved by "
             "ilse_embed. Load it with SentenceTransformer, or train a head on it: ilse train --backbone ..."
         )
+    if backbone is not None and Path(getattr(model[0], "backbone", "")).is_absolute():
+        model._moved_to = str(Path(backbone).absolute() if Path(backbone).is_dir() else backbone)
     return model
 
 
 def _where(options: dict[str, Any]) -> dict[str, Any]:
     """The options of a model that tell where on the hub or in its cache the files are."""
     return {key: options[key] for key in ("token", "cache_folder", "revision", "local_files_only") if key in options}
-
-
-def _remove_model(folder: Path) -> None:
-    """Remove what an earlier save wrote into a folder, and nothing else."""
-    index = folder / "modules.json"
-    if not index.is_file():
-        return
-    parts = set(re.findall(r'"path": "(\w+)"', index.read_text(encoding="utf-8")))
-    index.unlink()
-    for part in parts & {path.name for path in folder.iterdir() if path.is_dir()}:
-        shutil.rmtree(folder / part)
-    for path in [folder / STANDALONE_FILE, folder / "config.json", *folder.glob("*.safetensors*")]:  # and a backbone
-        path.unlink(missing_ok=True)
 
 
 def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
@@ -237,15 +226,26 @@ def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
 
     Args:
         model: What to export.
-        folder: Where to.
+        folder: Where to, as in `IlseSentenceTransformer.save`.
+
+    Raises:
+        ValueError: If the backbone is a folder of this machine and not saved with the model, or a file would be
+            overwritten that no earlier save wrote.
     """
-    folder = Path(folder)
-    model.save(str(folder))
-    config_file = folder / "config_sentence_transformers.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    del config["requirements"]  # this package
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-    (folder / STANDALONE_FILE).write_text(standalone_source(), encoding="utf-8")
+    name = model._moved_to or getattr(model[0], "backbone", "")
+    is_folder = Path(name).is_absolute()
+    if is_folder and not model[0].save_backbone:
+        raise ValueError(
+            f"the backbone is the folder {name}, which other machines do not have; allowed are a name on the hub and a "
+            'copy in the export. Make it with LayerTransformer(..., backbone="org/name") or save_backbone=True'
+        )
+    with replacing(Path(folder)) as staging:
+        model._write(staging, Path(name).name if is_folder else model._moved_to)  # with a copy it is just told
+        config_file = staging / "config_sentence_transformers.json"
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        del config["requirements"]  # this package
+        config_file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        (staging / STANDALONE_FILE).write_text(standalone_source(), encoding="utf-8")
 
 
 def standalone_source() -> str:
@@ -275,7 +275,9 @@ def _left_out(node: ast.stmt) -> bool:
 def model_card(model: IlseSentenceTransformer) -> str:
     """README.md of an artifact: what it is, how to load it, what it was trained on, its limits."""
     backbone = model[0]
-    name = getattr(backbone, "backbone", "unknown")
+    name = model._moved_to or getattr(backbone, "backbone", "unknown")
+    is_folder = Path(name).is_absolute()
+    shown = Path(name).name if is_folder else name  # where it is on this machine is nobody else's business
     encoder = next(module for module in model if isinstance(module, LayerEncoder))
     saved = (
         "saved with it"
@@ -284,7 +286,7 @@ def model_card(model: IlseSentenceTransformer) -> str:
     )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     facts = model.provenance
-    base = f"base_model: {name}\n" if not Path(name).is_absolute() else ""
+    base = "" if is_folder else f"base_model: {name}\n"
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity
@@ -299,7 +301,7 @@ parameters: {trained:,}. The backbone is {saved}.
 
 | | |
 | --- | --- |
-| backbone | `{name}`, revision `{getattr(backbone, "backbone_revision", None)}` |
+| backbone | `{shown}`, revision `{getattr(backbone, "backbone_revision", None)}` |
 | token pooling | `{getattr(backbone, "pooling", None)}` |
 | trained on | {facts.get("task", "nothing")} |
 | encoder, recipe | {facts.get("encoder", type(encoder).__name__)}, {facts.get("recipe", {}).get("name", "-")} |

@@ -60,15 +60,25 @@ def layer_features(task: Task, table: LayerTable, split: Split, scaling: LayerSc
     return [layers if scaling is None else scaling.scale_layers(layers) for layers in selected]
 
 
+def probe_features(task: Task, table: LayerTable, scaling: LayerScaling | None) -> list[Tensor]:
+    """What `untrained_score` fits a probe on: scaled layer features of the training texts, nothing for STS.
+
+    Shapes:
+        -> (k, L, d), once or not at all
+    """
+    return [] if task.kind == "sts" else layer_features(task, table, "train", scaling)
+
+
 def untrained_score(task: Task, split: Split, evaluated: Sequence[Tensor], train: Sequence[Tensor]) -> float:
     """Score x 100 of embeddings that were not trained: cosine for STS, a probe on all training labels else.
 
     Shapes:
-        evaluated: (n, m) once or twice, train: (k, m) -> scalar
+        evaluated: (n, m) once or twice, train: (k, m), not read for STS -> scalar
     """
-    data, train_data = task.splits[split], task.splits["train"]
+    data = task.splits[split]
     if isinstance(data, Pairs):
         return sts_score(evaluated[0], evaluated[1], data.scores)
+    train_data = task.splits["train"]
     assert isinstance(train_data, Labelled)
     return probe_accuracy(train[0], train_data.labels, evaluated[0], data.labels)
 
@@ -76,7 +86,7 @@ def untrained_score(task: Task, split: Split, evaluated: Sequence[Tensor], train
 def layer_scores(task: Task, table: LayerTable, split: Split, scaling: LayerScaling | None) -> list[float]:
     """Score x 100 of each single layer, untrained; the best one is chosen on the validation split, never on test."""
     evaluated = layer_features(task, table, split, scaling)
-    train = layer_features(task, table, "train", scaling)
+    train = probe_features(task, table, scaling)
     return [
         untrained_score(task, split, [part[:, layer] for part in evaluated], [part[:, layer] for part in train])
         for layer in range(evaluated[0].shape[1])

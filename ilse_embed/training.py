@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import shutil
 import tempfile
 import time
 from collections import OrderedDict
@@ -197,7 +196,8 @@ def train(
         seed: Draws initial weights, dropout and batches.
         encoder_args: Options of the encoder beyond the recipe's, for example ``{"layer": 12}``.
         checkpoints: Folder for a checkpoint after each epoch; training goes on from the last one there, and ends with
-            the same weights as a run that nothing disturbed. It is removed at the end. None: a temporary folder.
+            the same weights as a run that nothing disturbed; after the last epoch it returns them at once. Remove it
+            when the model is saved. None: a temporary folder.
         progress: Called after each epoch.
 
     Raises:
@@ -233,8 +233,6 @@ def train(
         folder = Path(temporary) if checkpoints is None else checkpoints
         claim(folder, settings, "settings.json", "checkpoints")
         state = _fit(model, task, recipe, seed, folder, progress)
-        if checkpoints is not None:
-            shutil.rmtree(folder)
     model.cpu().eval()
     validation = 100 * float(state.best_metric or 0.0)
     provenance = {

@@ -21,9 +21,11 @@ import torch
 import transformers
 import typer
 from pyarrow import parquet
+from sentence_transformers import SentenceTransformerTrainer
 from typer.testing import CliRunner
 
-from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load
+from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load, scoring
+from ilse_embed import model as model_room
 from ilse_embed.evaluation import model_meta
 from ilse_embed.extraction import extract
 from ilse_embed.recipes import RECIPES, Recipe
@@ -177,7 +179,7 @@ def test_train_evaluate_encode(ilse: Ilse, tiny_backbone: Callable[..., Path], m
         }
         assert saved.provenance["recipe"]["name"] == recipe.name
         assert list((tmp_path / "cache/features").glob("*/*.safetensors"))  # the store is in the cache
-        assert not list(output.parent.glob(".*"))  # no checkpoints, no temporary folder
+        assert not list(output.parent.rglob(".*"))  # no checkpoints, no temporary folder
 
         results = tmp_path / "results"
         arguments = ("--data-dir", mirror, "--protocol", protocol, "--output", results, "--json", report)
@@ -257,8 +259,16 @@ def test_a_flag_goes_both_ways(ilse: Ilse, tiny_backbone: Callable[..., Path], m
         assert recipe["sts_loss"] == "mse_score_range" and recipe["scaling"] is False
 
 
-def train_and_die(arguments: list[str]) -> None:
-    """In a process of its own: `ilse train`, killed after three epochs."""
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(arguments: list[str], at: str) -> None:
+    """In a process of its own: `ilse train`, killed after three epochs, or before it scores or saves."""
+    if at == "scoring":
+        scoring.trained_score = die  # type: ignore[assignment]
+    elif at == "saving":
+        model_room.build = die  # type: ignore[assignment]
     enter = cli._progress.__enter__
 
     def entered(self: Any) -> Callable[..., None]:
@@ -266,8 +276,8 @@ def train_and_die(arguments: list[str]) -> None:
 
         def count(done: int, total: int, note: str = "") -> None:
             update(done, total, note)
-            if self.what == "Training" and done == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if at == "training" == self.what.lower() and done == 3:
+                die()
 
         return count
 
@@ -276,21 +286,53 @@ def train_and_die(arguments: list[str]) -> None:
     cli.main()
 
 
-def test_run_again_after_a_kill(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["training", "scoring", "saving"])
+def test_run_again_after_a_kill(
+    ilse: Ilse,
+    tiny_backbone: Callable[..., Path],
+    mirror: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    """The model of the undisturbed run; what was trained already is not trained again."""
     usual = ["train", "--task", "STSBenchmark", "--data-dir", str(mirror), "--backbone", str(tiny_backbone())]
     usual += ["--hidden", "8", "--epochs", "5", "--output"]
-    child = multiprocessing.get_context("fork").Process(target=train_and_die, args=([*usual, "killed"],))
+    child = multiprocessing.get_context("fork").Process(target=train_and_die, args=([*usual, "killed"], at))
     child.start()
     child.join(120)
     assert child.exitcode == -signal.SIGKILL
-    assert (tmp_path / ".killed.checkpoints").is_dir() and not (tmp_path / "killed").exists()
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == [".ilse-checkpoints"]
     assert_refused(ilse(*usual, "killed", "--seed", 1), "checkpoints of a run with other settings (seed)")
-    assert ilse(*usual, "killed").code == ilse(*usual, "undisturbed").code == 0
-    assert not list(tmp_path.glob(".*"))
+    with monkeypatch.context() as patch:
+        if at != "training":
+            patch.setattr(SentenceTransformerTrainer, "train", lambda *a, **k: pytest.fail("trained again"))
+        assert ilse(*usual, "killed").code == 0
+    assert ilse(*usual, "undisturbed").code == 0
+    assert not list(tmp_path.rglob(".*"))
     tensors = [path.relative_to(tmp_path / "killed") for path in (tmp_path / "killed").rglob("*.safetensors")]
     assert len(tensors) == 2
     for file in tensors:
         assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
+
+
+@pytest.mark.parametrize("output", [".", "..", "../there", "new/", "./de/ep"])
+def test_train_into_any_folder(
+    ilse: Ilse,
+    tiny_backbone: Callable[..., Path],
+    mirror: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    output: str,
+) -> None:
+    """Relative to where one stands; one that is there and empty, or nearly, will do."""
+    (tmp_path / "over/there").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "over/there")
+    usual = ("--task", "STSBenchmark", "--data-dir", mirror, "--backbone", tiny_backbone(), "--epochs", 1)
+    done = ilse("train", *usual, "--encoder", "set", "--hidden", 8, "--output", output)
+    assert done.code == 0, done.error
+    assert load(Path(output).resolve()).get_embedding_dimension() == 8
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "over"} and not list(tmp_path.rglob(".*"))
 
 
 def test_train_on_the_quickstart_needs_no_mirror(
@@ -415,7 +457,12 @@ def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tupl
     ("arguments", "message"),
     [
         ({"--output": "finished"}, "finished holds a finished model already; take another --output or remove it"),
-        ({"--output": "file"}, "file is a file; --output is the folder of the model"),
+        ({"--output": "finished/../finished"}, "holds a finished model already"),
+        ({"--output": "file"}, "file is a file; it must be a folder, new or there already"),
+        ({"--output": "file/deep/m"}, "--output is file/deep/m, but file is a file; it must be a folder"),
+        ({"--output": "/"}, "--output is /, the root of the file system; it must be a folder below"),
+        ({"--output": "repository"}, "repository holds README.md, which saving would overwrite"),
+        ({"--output": "repository/docs/.."}, "docs/.. holds README.md, which saving would overwrite"),
         ({"--recipe": "fast"}, 'recipe is \'fast\'; allowed are ["default", "paper"]'),
         ({"--encoder": "caley"}, 'encoder is \'caley\'; allowed are ["cayley", "gnn", "layer", "mean", "set"]'),
         ({"--encoder": "mean"}, "encoder 'mean' has no parameters and the task STSBenchmark no linear head"),
@@ -445,12 +492,15 @@ def test_train_refuses(
     arguments: dict[str, Any],
     message: str,
 ) -> None:
-    """Before the backbone has run on a single text, and nothing is written."""
-    monkeypatch.setattr("ilse_embed.features.extract", lambda *a, **k: pytest.fail("extracted first"))
+    """Before the backbone has run on a single text (is loaded, if the output is wrong), and nothing is written."""
+    too_late = "ilse_embed.backbone.LayerTransformer" if "--output" in arguments else "ilse_embed.features.extract"
+    monkeypatch.setattr(too_late, lambda *a, **k: pytest.fail("too late"))
     (tmp_path / "finished").mkdir()
     (tmp_path / "finished/modules.json").write_text("[]")
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
+    (tmp_path / "repository/docs").mkdir(parents=True)
+    (tmp_path / "repository/README.md").write_text("mine")
     (mirror / "STS12").mkdir(exist_ok=True)
     (mirror / "STS12/test.parquet").write_bytes((mirror / "STSBenchmark/test.parquet").read_bytes())
     usual = {"--task": "STSBenchmark", "--backbone": tiny_backbone(), "--data-dir": mirror, "--output": "m"}

@@ -133,6 +133,14 @@ def test_the_saved_models(ran: tuple[DemoResult, list[str], Path]) -> None:
         assert entry["intent"] == {"label": label, "probability": pytest.approx(probability, abs=2e-3)}
 
 
+def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    """Refused before anything is loaded."""
+    (tmp_path / "intents").mkdir()
+    (tmp_path / "intents/README.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"intents holds README.md, which saving would overwrite"):
+        run_demo("/no/such/backbone", tmp_path)
+
+
 def test_as_json(ran: tuple[DemoResult, list[str], Path]) -> None:
     result, *_ = ran
     again = json.loads(json.dumps(result.to_dict(), allow_nan=False))

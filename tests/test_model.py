@@ -34,6 +34,7 @@ from ilse_embed import (
     export_hub,
     load,
 )
+from ilse_embed.evaluation import model_meta
 from ilse_embed.extraction import extract
 from ilse_embed.model import IlseSentenceTransformer
 
@@ -117,7 +118,9 @@ def test_saved_and_loaded_is_bit_equal(make: Make, tmp_path: Path, options: dict
     assert isinstance(again, IlseSentenceTransformer)
     assert np.array_equal(embed(again), before) and before.dtype == np.float32 and np.isfinite(before).all()
     assert [type(module) for module in again] == [type(module) for module in model]
-    assert again.provenance == PROVENANCE == json.loads((path / "ilse.json").read_text())
+    record = json.loads((path / "ilse.json").read_text())
+    assert again.provenance == PROVENANCE == {key: record[key] for key in record if key != "files"}
+    assert record["files"] == sorted(entry.name for entry in path.iterdir())
     assert again.max_seq_length == model.max_seq_length and again[0].pooling == model[0].pooling
     lengths_are_1 = np.abs(np.linalg.norm(before, axis=1) - 1) < 1e-5
     assert lengths_are_1.all() if options.get("normalize", True) else not lengths_are_1.any()
@@ -209,6 +212,7 @@ def test_fresh_processes(make: Make, tmp_path: Path) -> None:
     model = make(include_prompt=False)
     saved, exported, again = (tmp_path / name for name in ("saved", "exported", "again"))
     model.save(str(saved))
+    model[0].save_backbone = True
     export_hub(model, exported)
     (tmp_path / "texts").write_text(ascii(TEXTS))
     processes = [
@@ -224,6 +228,25 @@ def test_fresh_processes(make: Make, tmp_path: Path) -> None:
     assert "requirements" not in json.loads((exported / "config_sentence_transformers.json").read_text())
     for folder in (exported, again):  # and with the package the same
         assert np.array_equal(embed(load(folder)), before)
+
+
+def test_an_export_tells_no_path_of_this_machine(
+    make: Make, tmp_path: Path, tiny_backbone: Callable[..., Path]
+) -> None:
+    """A backbone that only this machine has is refused, or it comes along."""
+    model, folder = make(), tiny_backbone()
+    with pytest.raises(
+        ValueError, match=rf"the backbone is the folder {folder}, .*backbone=\"org/name\"\) or save_backbone=True"
+    ):
+        export_hub(model, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    for name, options in {"copied": {"save_backbone": True}, "named": {"backbone": "org/name"}}.items():
+        export_hub(make(**options), tmp_path / name)
+        for file, content in contents(tmp_path / name).items():
+            assert str(folder.parent).encode() not in content, file
+        moved = folder if name == "named" else None
+        assert equal(load(tmp_path / name, backbone=moved), model)
+    assert json.loads((tmp_path / "named/sentence_bert_config.json").read_text())["backbone"] == "org/name"
 
 
 @pytest.mark.slow
@@ -262,6 +285,40 @@ def test_moved_backbone(make: Make, tmp_path: Path, tiny_backbone: Callable[...,
         load(tmp_path / "model")
     for backbone in (moved, str(moved)):
         assert np.array_equal(embed(load(tmp_path / "model", backbone=backbone)), before)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "refers_to"),
+    [
+        (None, "{there}", "{there}"),
+        (None, "there", "{there}"),
+        (None, None, "{here}"),
+        ("org/name", "{there}", "org/name"),
+        ("{gone}", "{there}", "{there}"),
+    ],
+)
+def test_saved_again_with_a_moved_backbone(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_backbone: Callable[..., Path],
+    recorded: str | None,
+    given: str | None,
+    refers_to: str,
+) -> None:
+    """A folder is replaced by the one that was given, for the next load; a name on the hub stays."""
+    monkeypatch.chdir(tmp_path)
+    names = {name: str(tmp_path / name) for name in ("here", "there", "gone")}
+    for name in ("here", "there"):
+        shutil.copytree(tiny_backbone(), names[name])
+    model = make(folder=Path(names["here"]), backbone=recorded and recorded.format(**names))
+    model.save("model")
+    again = load("model", backbone=given and given.format(**names))
+    again.save("again")
+    assert json.loads(Path("again/sentence_bert_config.json").read_text())["backbone"] == refers_to.format(**names)
+    if "/name" not in refers_to:
+        assert equal(load("again"), model)
+    assert (model_meta(again).name, model_meta(again).revision) == (model_meta(model).name, model_meta(model).revision)
 
 
 @pytest.mark.parametrize(
@@ -375,69 +432,131 @@ def test_a_failure_while_saving(make: Make, tmp_path: Path, monkeypatch: pytest.
         new.provenance["seed"] = object()
     else:
         monkeypatch.setattr(getattr(ilse_embed, failing), "save", save)
-    with pytest.raises(TypeError if failing == "provenance" else OSError):
-        new.save(str(path))
+    for target in (path, tmp_path / "not yet"):
+        with pytest.raises(TypeError if failing == "provenance" else OSError):
+            new.save(str(target))
     monkeypatch.undo()
     assert contents(path) == before and equal(load(path), old)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]  # no temporary folder is left
 
 
-def replace_and_die(model: IlseSentenceTransformer, path: Path, at: int) -> None:
-    """In a process of its own: save, and be killed at one of the renames."""
-    calls: list[Any] = []
-    real = os.replace
+def save_and_die(model: IlseSentenceTransformer, path: Path, at: int) -> None:
+    """In a process of its own: save, and be killed before one of the changes to the folders."""
+    calls: list[str] = []
 
-    def replace(*args: Any, **kwargs: Any) -> None:
-        if len(calls) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls.append(args)
-        real(*args, **kwargs)
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+            if len(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls.append(event)
 
-    os.replace = replace
+    sys.addaudithook(count)
     model.save(str(path))
 
 
-def test_killed_while_saving(make: Make, tmp_path: Path) -> None:
-    """At no rename does a mixture of two models load."""
-    old, new = make(), make(seed=1, scaled=False)
-    embeddings = {"old": embed(old), "new": embed(new)}
+@pytest.mark.parametrize("over", [False, True])
+def test_killed_while_saving(make: Make, tmp_path: Path, over: bool) -> None:
+    """At no moment does a mixture of two models load, and the next save leaves nothing of the killed one."""
+    models = {"old": make(seed=1, encoder="set"), "new": make(save_backbone=True)}
+    after = make(seed=2, head=False, scaled=False)
+    embeddings = {name: embed(model) for name, model in models.items()}
+    models["old"].save(str(tmp_path / "old"))
+    after.save(str(tmp_path / "after"))
+    wanted = contents(tmp_path / "after")
     seen = []
-    for at in range(30):
+    for at in range(80):
         path = tmp_path / str(at)
-        old.save(str(path))
-        child = multiprocessing.get_context("fork").Process(target=replace_and_die, args=(new, path, at))
+        if over:
+            shutil.copytree(tmp_path / "old", path)
+        child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(models["new"], path, at))
         child.start()
         child.join(60)
         try:
             found = embed(load(path))
         except FileNotFoundError as error:
-            assert "holds no saved model" in str(error)
+            assert "holds no saved model" in str(error) or "there is no folder" in str(error)
             seen.append("none")
-            new.save(str(path))  # and saving again mends it
-            found = embed(load(path))
         else:
-            seen.append(next(name for name, wanted in embeddings.items() if np.array_equal(found, wanted)))
+            seen.append(next(name for name, embedding in embeddings.items() if np.array_equal(found, embedding)))
+        after.save(str(path))
+        assert contents(path) == wanted and len(list(path.iterdir())) == len(list((tmp_path / "after").iterdir()))
         if child.exitcode == 0:
             break
         assert child.exitcode == -signal.SIGKILL
-    assert seen[-1] == "new" and len(seen) > 6 and set(seen) == {"none", "new"}
+    assert seen[-1] == "new" and len(seen) > 20 and set(seen) == {"none", "new", *(["old"] if over else [])}
+
+
+FOREIGN = {
+    "a card": ("README.md", "holds README.md, which saving would overwrite and ilse_embed did not write; allowed are"),
+    "a model": ("modules.json", "holds modules.json, which saving would overwrite"),
+    "another library's model": ("config_sentence_transformers.json", "Take another one or move them away"),
+    "a folder": ("2_CayleyGNN/notes.txt", "holds 2_CayleyGNN, which"),
+    "a file with our name": ("ilse.json", "holds ilse.json, which"),
+}
+
+
+@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize("which", FOREIGN)
+def test_what_others_wrote_is_not_overwritten(make: Make, tmp_path: Path, which: str, hub: bool) -> None:
+    name, message = FOREIGN[which]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('["mine"]')
+    (tmp_path / "data.safetensors").write_text("mine too")
+    before = contents(tmp_path)
+    model = make(save_backbone=hub)
+    with pytest.raises(ValueError, match=message):
+        export_hub(model, tmp_path) if hub else model.save(str(tmp_path))
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_card_that_another_wrote_later(make: Make, tmp_path: Path) -> None:
+    model = make()
+    model.save(str(tmp_path), create_model_card=False)
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds README.md, which saving would overwrite"):
+        model.save(str(tmp_path))
+    model.save(str(tmp_path), create_model_card=False)
+    assert equal(load(tmp_path), model) and (tmp_path / "README.md").read_text() == "mine"
 
 
 def test_saving_over_another_model(make: Make, tmp_path: Path) -> None:
-    export_hub(make(), tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "2024_figures").mkdir()
+    """All that the other save wrote goes, and nothing else; whatever a record names, nothing outside the folder."""
+    path = tmp_path / "model"
+    export_hub(make(save_backbone=True), path)
+    mine = {
+        "notes.txt": b"mine",
+        "2024_figures/1.png": b"mine",
+        "data.safetensors": b"mine",
+        "1_Old/config.json": b"{}",
+    }
+    for name, content in mine.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+    (tmp_path / "beside.txt").touch()
+    record = json.loads((path / "ilse.json").read_text())
+    (path / "ilse.json").write_text(json.dumps(record | {"files": [*record["files"], "../beside.txt", "..", ""]}))
     new = make(encoder="set", head=False, scaled=False, seed=2)
     new.provenance = {}
-    new.save(str(tmp_path))
-    assert equal(load(tmp_path), new) and load(tmp_path).provenance == {}
+    new.save(str(path))
+    assert equal(load(path), new) and load(path).provenance == {}
     new.save(str(tmp_path / "alone"))
     alone = contents(tmp_path / "alone")
-    shutil.rmtree(tmp_path / "alone")
-    assert contents(tmp_path) == alone | {"notes.txt": b"mine"} and (tmp_path / "2024_figures").is_dir()
-    (tmp_path / "modules.json").write_text("{damaged")
-    new.save(str(tmp_path))
-    assert equal(load(tmp_path), new)
+    assert contents(path) == alone | mine and (tmp_path / "beside.txt").exists()
+    (path / "modules.json").write_text("{damaged")
+    new.save(str(path))
+    assert equal(load(path), new)
+
+
+@pytest.mark.parametrize("form", [".", "..", "a/../b", "link"])
+def test_saving_into_an_empty_folder(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    here = tmp_path / "here" / "there"
+    (here / "a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (here / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(here)
+    model = make()
+    model.save(form)
+    assert equal(load(Path(form).resolve()), model)
 
 
 def test_saving_a_relative_path(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,7 +746,7 @@ def test_the_card(make: Make, tmp_path: Path, hub: bool, provenance: dict[str, A
     assert facts.get("base_model") == ("HuggingFaceTB/SmolLM2-135M" if hub else None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     for part in (
-        model[0].backbone,
+        "`HuggingFaceTB/SmolLM2-135M`" if hub else f"`{Path(model[0].backbone).name}`",
         "abc123" if hub else "None",
         "`mean`",
         "CayleyGNN",
@@ -639,6 +758,7 @@ def test_the_card(make: Make, tmp_path: Path, hub: bool, provenance: dict[str, A
         "licence of the",
     ):
         assert part in " ".join(text.split()), part
+    assert hub or str(Path(model[0].backbone).parent) not in card
     if provenance is PROVENANCE:
         assert all(part in text for part in ("toy-ü", "default,epochs=3", "71.25"))
     code = text.split("```python\n")[1].split("```")[0].replace("PATH_OR_NAME", str(tmp_path))

@@ -14,6 +14,7 @@ from ilse_embed.scoring import (
     layer_features,
     layer_scores,
     probe_accuracy,
+    probe_features,
     sts_score,
     trained_score,
     untrained_score,
@@ -122,6 +123,22 @@ def test_the_best_layer(make: Any, on_validation: int, on_test: int) -> None:
     assert (
         layer_scores(Task(task.name, task.kind, splits, task.score_range, ""), table, "validation", None) == validation
     )
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_sts_needs_no_training_split(scaled: bool) -> None:
+    """Neither the split nor layer features of its texts."""
+    task, table = sts_task()
+    scaling = LayerScaling.fit(table.layers) if scaled else None
+    texts = task.texts("test")
+    alone = Task(task.name, "sts", {"test": task.splits["test"]}, task.score_range, "")
+    only = LayerTable({text: row for row, text in enumerate(texts)}, table.select(texts))
+    assert layer_scores(alone, only, "test", scaling) == layer_scores(task, table, "test", scaling)
+    assert layer_scores(task, only, "test", scaling) == layer_scores(task, table, "test", scaling)
+    assert probe_features(alone, only, scaling) == []
+    task, table = intents_task()
+    (found,), (wanted,) = probe_features(task, table, None), layer_features(task, table, "train", None)
+    assert torch.equal(found, wanted)
 
 
 def test_a_layers_score_by_hand() -> None:

@@ -323,7 +323,8 @@ def test_resumed_is_bit_equal(sts: Any, intents: Any, tmp_path: Path, kind: str,
     assert told == [5, 6]  # the epoch whose validation crashed is run again, no other
     assert same(resumed, undisturbed) and resumed.validation == undisturbed.validation
     assert resumed.epochs == undisturbed.epochs and resumed.provenance == undisturbed.provenance
-    assert not folder.exists()
+    again = train(task, table, recipe=recipe, seed=1, checkpoints=folder, progress=lambda *_: pytest.fail("trained"))
+    assert same(again, undisturbed) and again.provenance == undisturbed.provenance  # kept, and nothing is left to do
 
 
 def kill_at_removal_of(name: str) -> Callable[..., None]:
@@ -341,7 +342,7 @@ def kill_at_removal_of(name: str) -> Callable[..., None]:
     [
         (4, [4, 5]),  # in the third epoch of patience
         ("checkpoint-18", [4, 5]),  # when an old checkpoint is removed
-        ("c", []),  # when training has ended by patience
+        (None, []),  # when training has ended by patience
     ],
 )
 def test_a_resumed_run_stops_where_the_undisturbed_one_does(
@@ -352,7 +353,9 @@ def test_a_resumed_run_stops_where_the_undisturbed_one_does(
     recipe = SMALL.replace(epochs=9, patience=4, learning_rate=0.0)  # validation never gets better
     undisturbed = train(task, table, "set", recipe)
     assert undisturbed.epochs == 5
-    if isinstance(killed, str):
+    if killed is None:
+        train(task, table, "set", recipe, checkpoints=tmp_path / "c")
+    elif isinstance(killed, str):
         monkeypatch.setattr(shutil, "rmtree", kill_at_removal_of(killed))
         run_killed(task, table, "set", recipe, checkpoints=tmp_path / "c")
         monkeypatch.undo()
@@ -366,7 +369,7 @@ def test_a_resumed_run_stops_where_the_undisturbed_one_does(
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_killed_after_the_last_epoch(
+def test_again_after_the_last_epoch(
     intents: tuple[Task, LayerTable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
 ) -> None:
     """Nothing is trained again, and the best epoch's weights are taken, which are neither the first nor the last."""
@@ -376,9 +379,7 @@ def test_killed_after_the_last_epoch(
     told: list[float] = []
     undisturbed = train(task, table, "set", recipe, progress=lambda done, most, score: told.append(score))
     assert told.index(max(told)) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", kill_at_removal_of("c"))
-        run_killed(task, table, "set", recipe, checkpoints=folder)
+    train(task, table, "set", recipe, checkpoints=folder)
     if moved:
         folder = folder.rename(tmp_path / "elsewhere")
     again = train(task, table, "set", recipe, checkpoints=folder, progress=lambda *_: pytest.fail("trained again"))
@@ -448,7 +449,7 @@ def test_checkpoints_of_another_run_are_refused(
 
 
 def test_a_folder_with_other_files_is_left_alone(intents: tuple[Task, LayerTable], tmp_path: Path) -> None:
-    """It is removed at the end of training."""
+    """Whoever trains removes it in the end."""
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="it has other files; take a new one"):
         train(*intents, "set", SMALL, checkpoints=tmp_path)
