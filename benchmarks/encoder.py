@@ -1,4 +1,4 @@
-"""A training step of the Cayley-Encoder: against torch-geometric, against other ways to pass messages, against its GEMMs.
+"""A training step of the Cayley-Encoder, against torch-geometric, other ways to pass messages, and its matrix products.
 
     OMP_NUM_THREADS=1 python -m benchmarks.encoder [--device cuda] [--compile] [--quick]
 

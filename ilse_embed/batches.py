@@ -28,7 +28,7 @@ BATCH_TOKENS = {"cpu": 2048, "gpu": 16384}
 
 
 class BatchRunner:
-    """Runs a model over texts, batch after batch; a batch that does not fit into memory is halved, and so is the budget.
+    """Runs a model over texts in batches; one that does not fit into memory is halved, and so is the budget.
 
     Attributes:
         batch_tokens: Padded tokens in a batch; becomes smaller when memory ends.
@@ -78,7 +78,7 @@ class BatchRunner:
             result = self._try([texts[row] for row in rows])
             if result is None and len(rows) == 1:
                 raise MemoryError(
-                    f"a text of {lengths[rows[0]]} tokens does not fit into the memory of {self.backbone.model.device}: "
+                    f"a text of {lengths[rows[0]]} tokens does not fit into memory ({self.backbone.model.device}): "
                     f"{texts[rows[0]][:80]!r}; set a smaller max_seq_length, or load the backbone in bfloat16"
                 )
             if result is None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
@@ -24,7 +26,7 @@ from sentence_transformers import SentenceTransformer
 from ilse_embed.batches import BatchRunner
 from ilse_embed.files import claim, write_atomically
 from ilse_embed.identity import model_revision
-from ilse_embed.tables import Record, TextFile
+from ilse_embed.tables import SUFFIXES, Record, TextFile
 from ilse_embed.tokens import valid_unicode
 
 arrow: Any = pa
@@ -64,8 +66,9 @@ class TextEmbedder:
                 raise ValueError(f"prompt_name is {name!r}; this model has {json.dumps(sorted(model.prompts))}")
             prompt = model.prompts[name]
         self.model = model.eval()
+        backbone: Any = model[0]
         self.runner = BatchRunner(
-            model[0],
+            backbone,
             lambda features: model(features)["sentence_embedding"].float(),
             batch_tokens=batch_tokens,
             prompt=prompt or None,
@@ -76,7 +79,7 @@ class TextEmbedder:
 
         Args:
             texts: n texts.
-            tell: Called after each batch with the number of distinct texts in it.
+            tell: Called after each batch with the number of texts done, equal ones counted once.
 
         Returns:
             (n, m)
@@ -86,6 +89,7 @@ class TextEmbedder:
             MemoryError: If a single text does not fit.
         """
         distinct = list(dict.fromkeys(texts))
+        done = 0
         embeddings = np.empty((len(distinct), self.model.get_embedding_dimension() or 0), np.float32)
         for rows, batch in self.runner(distinct):
             embeddings[rows] = batch.numpy()
@@ -95,8 +99,9 @@ class TextEmbedder:
                     f"the embedding of the text {distinct[wrong][:80]!r} is not finite; load the backbone in bfloat16 "
                     "or float32, not float16"
                 )
+            done += len(rows)
             if tell is not None:
-                tell(len(rows))
+                tell(done)
         place = {text: row for row, text in enumerate(distinct)}
         return embeddings[[place[text] for text in texts]] if len(distinct) < len(texts) else embeddings
 
@@ -290,7 +295,7 @@ def embed_files(
         ValueError: If the share is none, or the output folder is for something else.
         OSError: If a part is damaged.
     """
-    check_shard(shard, num_shards)
+    share_of(shard, num_shards)
     started = time.perf_counter()
     job.claim(model)
     do = ChunkEmbedder(job, model, batch_tokens)
@@ -304,14 +309,73 @@ def embed_files(
     return BulkResult(texts, embedded, do.embed.runner.tokens, parts, time.perf_counter() - started)
 
 
-def check_shard(shard: int, num_shards: int) -> None:
-    """Refuse a share that there is not.
+def share_of(shard: int | None, num_shards: int | None, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Which share of how many this process does; what is not given is read from the environment.
+
+    RANK of WORLD_SIZE (torchrun and others), SLURM_ARRAY_TASK_ID of SLURM_ARRAY_TASK_COUNT, or both, where each task of
+    an array starts several ranks. Nothing of all that is 0 of 1.
 
     Raises:
-        ValueError: With what came and what is allowed.
+        ValueError: If only one of two numbers is there, or there is no such share.
     """
+    if (shard is None) != (num_shards is None):
+        raise ValueError(f"shard is {shard} and num_shards {num_shards}; give both or none")
+    if shard is None or num_shards is None:
+        shard, num_shards = 0, 1
+        for index, first, step, count in (
+            ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP", "SLURM_ARRAY_TASK_COUNT"),
+            ("RANK", "", "", "WORLD_SIZE"),
+        ):
+            if (index in environment) != (count in environment):
+                raise ValueError(f"of {index} and {count} only one is set; set both, or give shard and num_shards")
+            if index in environment:
+                number = (int(environment[index]) - int(environment.get(first, 0))) // int(environment.get(step, 1))
+                shard, num_shards = shard * int(environment[count]) + number, num_shards * int(environment[count])
     if not 0 <= shard < num_shards:
         raise ValueError(f"shard is {shard} of {num_shards}; allowed are 0 to num_shards - 1")
+    return shard, num_shards
+
+
+def local_device() -> str | None:
+    """The GPU of this process where a launcher starts one for each (LOCAL_RANK); None leaves it to the library."""
+    number = int(os.environ.get("LOCAL_RANK", -1))
+    return f"cuda:{number}" if 0 <= number < torch.cuda.device_count() else None
+
+
+def find_files(places: Sequence[Path]) -> list[Path]:
+    """The files among some paths, and in the folders among them, in order.
+
+    Raises:
+        FileNotFoundError: If a path is not there, or a folder has no file that can be read.
+        ValueError: If two files have the same name, by which the output tells them apart.
+    """
+    found: list[Path] = []
+    for place in places:
+        if not place.exists():
+            raise FileNotFoundError(f"there is no file {place}")
+        inside = sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES) if place.is_dir() else []
+        if place.is_dir() and not inside:
+            raise FileNotFoundError(f"the folder {place} has no file that ends in {', '.join(SUFFIXES)}")
+        found += inside or [place]
+    names = [path.name for path in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several files have the name {', '.join(twice)}; the output tells files apart by it")
+    return found
+
+
+def write_embeddings(path: Path, texts: Sequence[str], embeddings: NDArray[np.float32]) -> None:
+    """Write embeddings as .npy (n, m) float32, or as .parquet with the columns text and embedding; whole or not at all.
+
+    Half a surrogate pair, which no file can hold as UTF-8, is written as U+FFFD, as which the model saw it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npy":
+        buffer = io.BytesIO()
+        np.save(buffer, embeddings)
+        write_atomically(path, buffer.getvalue())
+    else:
+        columns = {"text": list(map(valid_unicode, texts)), "embedding": embedding_column(embeddings)}
+        write_parquet(path, arrow.table(columns))
 
 
 def embedding_column(embeddings: NDArray[np.float32]) -> Any:

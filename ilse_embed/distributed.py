@@ -8,6 +8,7 @@ exactly once.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -49,9 +50,10 @@ class Cluster:
             RuntimeError: If the callable failed.
         """
         try:
-            import ray
+            import ray as library
         except ImportError as error:
             raise ImportError("the engine ray needs an extra: pip install 'ilse-embed[ray]'") from error
+        ray: Any = library
         rows = [{"item": json.dumps(item)} for item in items]
         if not rows:
             return
@@ -59,7 +61,7 @@ class Cluster:
         if owner:
             remote = self.address or os.environ.get("RAY_ADDRESS")
             options: dict[str, Any] = {} if remote else {"include_dashboard": False}
-            ray.init(address=remote, log_to_driver=False, logging_level="error", **options)
+            ray.init(address=remote, log_to_driver=False, logging_level=logging.ERROR, **options)
         try:
             resources = ray.cluster_resources()
             gpus = int(resources.get("GPU", 0))

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 PROTOCOLS = ("probe", "full-probe", "head")
 """How classification is scored: mteb's few-shot logistic regression on the embeddings; the same on the whole training
 split; the linear head of the model itself, trained with it."""
+
 
 def model_meta(model: SentenceTransformer, name: str | None = None) -> ModelMeta:
     """What mteb has to know of a model.

@@ -40,7 +40,7 @@ class BackboneSource:
         name: Name on the hub or folder.
         pooling: See `LayerTransformer`.
         max_seq_length: See `LayerTransformer`.
-        dtype: Of the weights: one of `ilse_embed.store.DTYPES`; None takes float32 without a GPU, else the checkpoint's.
+        dtype: Of the weights, one of `ilse_embed.store.DTYPES`; None is float32 without a GPU, else the checkpoint's.
     """
 
     name: str

@@ -131,7 +131,7 @@ class IlseSentenceTransformer(SentenceTransformer):
         """Write the artifact and our record; refer to the backbone as told, if told."""
         super().save(str(folder), *options)
         if backbone is not None:
-            file = folder / self[0].config_file_name
+            file = folder / str(self[0].config_file_name)
             config = json.loads(file.read_text(encoding="utf-8"))
             file.write_text(json.dumps(config | {"backbone": backbone}, indent=4), encoding="utf-8")
         (folder / RECORD).write_text(json.dumps(self.provenance), encoding="utf-8")
@@ -232,7 +232,7 @@ def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
         ValueError: If the backbone is a folder of this machine and not saved with the model, or a file would be
             overwritten that no earlier save wrote.
     """
-    name = model._moved_to or getattr(model[0], "backbone", "")
+    name = str(model._moved_to or getattr(model[0], "backbone", ""))
     is_folder = Path(name).is_absolute()
     if is_folder and not model[0].save_backbone:
         raise ValueError(
@@ -275,7 +275,7 @@ def _left_out(node: ast.stmt) -> bool:
 def model_card(model: IlseSentenceTransformer) -> str:
     """README.md of an artifact: what it is, how to load it, what it was trained on, its limits."""
     backbone = model[0]
-    name = model._moved_to or getattr(backbone, "backbone", "unknown")
+    name = str(model._moved_to or getattr(backbone, "backbone", "unknown"))
     is_folder = Path(name).is_absolute()
     shown = Path(name).name if is_folder else name  # where it is on this machine is nobody else's business
     encoder = next(module for module in model if isinstance(module, LayerEncoder))

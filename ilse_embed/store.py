@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +103,10 @@ class FeatureStore:
         """
         if not (folder / NOTE).is_file():
             raise FileNotFoundError(f"{folder} is no feature store (it has no {NOTE})")
-        return cls(folder, _read_note(folder)).refresh()
+        store = cls(folder, {})
+        with _reading(folder / NOTE):
+            store._take_note(folder / NOTE)
+        return store.refresh()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class FeatureStore:
         self._sound.clear()
         if self.facts["compress"] is not None and (self.folder / BASIS).exists():
             with _reading(self.folder / BASIS):
-                self.basis = LayerBasis.load(self.folder / BASIS)
+                self._take_basis(self.folder / BASIS)
         for path in self._shard_files():
             with _reading(path):
                 self._index(path)
@@ -199,8 +201,8 @@ class FeatureStore:
                 f"{packed.shape}, {packed.dtype}"
             )
         keys = [_key(text) for text in texts]
-        metadata = {"keys": json.dumps(keys), "of": self._identity()}
-        content = save({"layers": packed.contiguous()}, metadata=metadata)
+        index = {"store": self._identity(), "keys": keys}  # one entry: safetensors writes several in any order
+        content = save({"layers": packed.contiguous()}, metadata={"index": json.dumps(index)})
         number = self.next_number() if number is None else number
         name = f"{number:06d}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
         write_atomically(self.folder / name, content)
@@ -210,7 +212,7 @@ class FeatureStore:
 
     def next_number(self) -> int:
         """Where the next shard comes in the listing."""
-        return max((int(name.partition("-")[0]) for name in self.shards), default=-1) + 1
+        return max((int(name.partition("-")[0]) for name in self.shards if name[:6].isdigit()), default=-1) + 1
 
     def table(self, texts: Iterable[str]) -> LayerTable:
         """Load the features of some texts.
@@ -237,36 +239,40 @@ class FeatureStore:
             layers[positions] = stored.index_select(0, rows).float()
         return LayerTable({text: row for row, text in enumerate(distinct)}, layers, self._identity(), self.basis)
 
-    def verify(self) -> Iterator[tuple[Path, str]]:
-        """Read every byte.
+    @classmethod
+    def problems(cls, folder: Path) -> Iterator[tuple[Path, str]]:
+        """Read every byte of a store.
 
         Yields:
             Each file that is damaged or none of ours, and what is wrong with it.
         """
-        paths = [self.folder / BASIS] if (self.folder / BASIS).exists() else []
-        for path in [self.folder / NOTE, *paths, *self._shard_files()]:
+        store = cls(folder, {})
+        checks: list[tuple[Path, Callable[[Path], None]]] = [(folder / NOTE, store._take_note)]
+        if (folder / BASIS).exists():
+            checks.append((folder / BASIS, store._take_basis))
+        for path, check in [*checks, *((path, store._take_shard) for path in store._shard_files())]:
             try:
-                if path.name == NOTE:
-                    _read_note(self.folder)
-                elif path.name == BASIS:
-                    LayerBasis.load(path)
-                else:
-                    self._sound.discard(path.name)
-                    self._index(path)
-                    self._verify(path)
-            except Exception as error:  # as in _reading
+                check(path)
+            except Exception as error:  # a damaged file makes safetensors and json raise many types
                 yield path, str(error)
-
-    def remove(self) -> None:
-        """Delete the store; the folder stays if there is something else in it."""
-        (self.folder / NOTE).unlink()  # first: what a crash leaves is no store
-        for path in [*self._shard_files(), self.folder / BASIS, *self.folder.glob(".*.tmp")]:
-            path.unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            shutil.rmtree(self.folder)
 
     def _shard_files(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*.safetensors") if path.name != BASIS)
+
+    def _take_note(self, path: Path) -> None:
+        content = path.read_bytes()
+        facts = json.loads(content)
+        if content != _note(facts) or not self.folder.name.endswith(f"-{_digest(facts)}"):
+            raise ValueError("its content is not what its folder's name says")
+        self.facts = facts
+
+    def _take_basis(self, path: Path) -> None:
+        self.basis = LayerBasis.load(path)
+
+    def _take_shard(self, path: Path) -> None:
+        self._verify(path)
+        if self.facts:  # else the note is damaged, which was told
+            self._index(path)
 
     def _identity(self) -> str:
         """What a shard is of: the facts, and the compression that was fitted."""
@@ -274,15 +280,14 @@ class FeatureStore:
 
     def _index(self, path: Path) -> None:
         with safe_open(path, framework="pt") as shard:
-            metadata = shard.metadata()
-            keys = json.loads(metadata["keys"])
+            index = json.loads(shard.metadata()["index"])
+            keys = index["keys"]
             layers = shard.get_slice("layers")
             found, needed = layers.get_shape(), [len(keys), *self.shape]
             if found != needed:
                 raise ValueError(f"features of shape {found} instead of {needed}")
-            int(path.name.partition("-")[0])
-            if metadata["of"] != self._identity():
-                raise ValueError(f"features of the store {metadata['of']} instead of {self._identity()}")
+            if index["store"] != self._identity():
+                raise ValueError(f"features of the store {index['store']} instead of {self._identity()}")
         self.shards[path.name] = keys
         self._where |= {key: (path.name, row) for row, key in enumerate(keys)}
 
@@ -299,6 +304,15 @@ class FeatureStore:
 def stores_below(root: Path) -> list[Path]:
     """Folders of stores: ``root`` itself or those in it."""
     return [root] if (root / NOTE).is_file() else sorted(path.parent for path in root.glob(f"*/{NOTE}"))
+
+
+def remove_store(folder: Path) -> None:
+    """Delete a store; the folder stays if there is something else in it."""
+    (folder / NOTE).unlink()  # first: what a crash leaves is no store
+    for path in [*folder.glob("*.safetensors"), *folder.glob(".*.tmp")]:
+        path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def store_facts(backbone: LayerTransformer, prompt: str | None = None) -> dict[str, Any]:
@@ -325,16 +339,6 @@ def _note(facts: dict[str, Any]) -> bytes:
     return (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _read_note(folder: Path) -> dict[str, Any]:
-    path = folder / NOTE
-    with _reading(path):
-        content = path.read_bytes()
-        facts: dict[str, Any] = json.loads(content)
-        if content != _note(facts) or not folder.name.endswith(f"-{_digest(facts)}"):
-            raise ValueError("its content is not what its folder's name says")
-    return facts
-
-
 def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -349,6 +353,4 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise OSError(
-            f"the file {path} is damaged or none of ours ({error!r}); delete it and extract again"
-        ) from error
+        raise OSError(f"the file {path} is damaged or none of ours ({error!r}); delete it and extract again") from error

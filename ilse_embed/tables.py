@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-"""Files that are read: texts alone, one a line; or tables, of which csv may have line breaks in quotes, tsv has none."""
+"""Files that are read: txt is a text a line; the others are tables; csv may have line breaks in quotes, tsv none."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class TextFile:
 
         Raises:
             FileNotFoundError: If the file is not there.
-            ValueError: With what came and what is allowed: no such column, a value that is no text, as in `stream_rows`.
+            ValueError: If there is no such column or a value is no text, and as in `stream_rows`.
         """
         column = self.column
         for number, (row, end) in enumerate(stream_rows(self.path, start), 1):

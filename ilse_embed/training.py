@@ -304,7 +304,9 @@ def initial_parts(
         )
     if compressed and not (recipe.scaling and fusion.input_weight):
         what = f"encoder {encoder!r} has no linear map of the layers" if recipe.scaling else "the recipe wants raw ones"
-        raise ValueError(f"compressed layers are standardised and mapped linearly, but {what}; extract without compress")
+        raise ValueError(
+            f"compressed layers are standardised and mapped linearly, but {what}; extract without compress"
+        )
     return fusion, head
 
 

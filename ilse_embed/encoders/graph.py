@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,13 @@ class NodeMixing(nn.Module):
     A sparse graph is summed along its edges on a CPU; a dense one, and any on a GPU, is one matrix product. Nodes come
     first, so that each node's row holds all texts and nothing is rearranged.
     """
+
+    weights: Tensor
+    loops: Tensor
+    source: Tensor
+    starts: Tensor
+    edge_weights: Tensor
+    edge_loops: Tensor
 
     def __init__(self, weights: Tensor) -> None:
         """Prepare the sums.
@@ -210,7 +218,9 @@ class LayerGNN(LayerEncoder):
             states: (I, B, m) -> (O, B, m)
         """
         loop = 0.0 if self.eps is None else 1 + self.eps[step]
-        mixing, (linear, *rest) = self.mixings[step], self.updates[step]
+        mixing: Any = self.mixings[step]
+        update: Any = self.updates[step]
+        linear, *rest = update
         if mixing.weights.shape[0] > len(states):
             states = mixing(nn.functional.linear(states, linear.weight), loop) + linear.bias
         else:

@@ -16,8 +16,11 @@ from conftest import SENTENCES
 from safetensors.torch import save_file
 
 from ilse_embed import LayerScaling, LayerTransformer
-from ilse_embed import features as room
-from ilse_embed.features import CachedLayers, FeatureStore, LayerTable, extract, fit_scaling, length_batches
+from ilse_embed import extraction
+from ilse_embed.batches import batches_of, token_lengths
+from ilse_embed.extraction import extract
+from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
+from ilse_embed.store import FeatureStore, _key
 
 HOSTILE = (
     "",
@@ -42,7 +45,7 @@ def backbone(tiny_backbone: Callable[..., Path]) -> LayerTransformer:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "SHARD_TEXTS", 8)
+    monkeypatch.setattr(extraction, "SHARD_TEXTS", 8)
 
 
 def alone(backbone: LayerTransformer, texts: Any) -> torch.Tensor:
@@ -95,7 +98,7 @@ def test_as_if_each_text_were_alone(
 
 @pytest.mark.parametrize("budget", [1, 7, 50, 96, 400, 10**6])
 def test_batches_fill_the_budget(backbone: LayerTransformer, budget: int) -> None:
-    batches = length_batches(backbone, TEXTS, budget)
+    batches = batches_of(token_lengths(backbone, TEXTS), budget)
     assert sorted(row for batch in batches for row in batch) == list(range(len(TEXTS)))
     sizes = [backbone.preprocess([TEXTS[row] for row in batch])["input_ids"].shape for batch in batches]
     assert all(rows * width <= budget or rows == 1 for rows, width in sizes)
@@ -103,7 +106,7 @@ def test_batches_fill_the_budget(backbone: LayerTransformer, budget: int) -> Non
     assert widths == sorted(widths, reverse=True)
     for (rows, width), following in zip(sizes, batches[1:], strict=False):  # none is closed too early
         assert (rows + 1) * width > budget and following
-    assert length_batches(backbone, [], budget) == []
+    assert batches_of(token_lengths(backbone, []), budget) == []
 
 
 def test_no_texts(backbone: LayerTransformer, tmp_path: Path) -> None:
@@ -404,6 +407,6 @@ def test_a_shard_of_the_right_form_under_a_wrong_name(
 ) -> None:
     """Features that somebody else put there under a known text's hash."""
     foreign = filled.folder / "zzz.safetensors"
-    save_file({"layers": torch.zeros(1, 4, 32)}, foreign, {"keys": json.dumps([room._key(TEXTS[0])])})
+    save_file({"layers": torch.zeros(1, 4, 32)}, foreign, {"keys": json.dumps([_key(TEXTS[0])])})
     with pytest.raises(OSError, match="not that of its name"):
         serve(tmp_path, backbone)

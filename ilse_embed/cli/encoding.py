@@ -1,0 +1,123 @@
+"""``ilse encode``."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ilse_embed.cli.options import (
+    AddressOption,
+    BatchTokensOption,
+    EngineOption,
+    JsonOption,
+    MovedBackboneOption,
+    WorkersOption,
+    backbone_path,
+    is_ray,
+)
+from ilse_embed.cli.screen import TokenProgress, console, plain, quiet, write_report
+
+
+def encode(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a saved model.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Texts: .txt (a text a line), .jsonl, .csv, .tsv or .parquet; or folders of them."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for Parquet parts: any number of texts, goes on after a crash. Or one .parquet or .npy "
+            "file; beside FILE if not set."
+        ),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help='Column of the texts; by default "text", or the only one.')] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column of identifiers to keep.")] = None,
+    keep_texts: Annotated[bool, typer.Option(help="Write the texts beside their embeddings.")] = True,
+    prompt: Annotated[str | None, typer.Option(help="Goes in front of each text.")] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="A prompt of the model, by name.")] = None,
+    backbone: MovedBackboneOption = None,
+    batch_tokens: BatchTokensOption = None,
+    chunk_texts: Annotated[int, typer.Option(help="Texts in a part.", min=1)] = 8192,
+    shard: Annotated[
+        int | None,
+        typer.Option(help="Which share; by default from RANK or SLURM_ARRAY_TASK_ID.", rich_help_panel="Cluster"),
+    ] = None,
+    num_shards: Annotated[
+        int | None,
+        typer.Option(help="How many; by default WORLD_SIZE or SLURM_ARRAY_TASK_COUNT.", rich_help_panel="Cluster"),
+    ] = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    workers: WorkersOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Embed the texts of files."""
+    quiet()
+    on_ray = is_ray(engine)
+    from ilse_embed.bulk import BulkJob, TextEmbedder, embed_files, find_files, local_device, share_of, write_embeddings
+    from ilse_embed.model import load
+    from ilse_embed.tables import SUFFIXES, TextFile, read_texts
+
+    paths = find_files(files)
+    target = output or paths[0].with_suffix(".embeddings.parquet")
+    share = share_of(shard, num_shards)
+    moved = None if backbone is None else backbone_path(backbone)
+    if target.suffix.lower() in (".npy", *SUFFIXES):
+        if on_ray or share != (0, 1):
+            raise ValueError(f"--output is {target}, one file; several processes need a folder")
+        if target.suffix not in (".parquet", ".npy"):
+            raise ValueError(f"--output is {target}; allowed are a folder, or a name that ends in .parquet or .npy")
+        if any(target.exists() and target.samefile(path) for path in paths):
+            raise ValueError(f"--output is {target}, a file of the texts itself; take another name")
+        texts = [text for path in paths for text in read_texts(path, column)]
+        embed = TextEmbedder(load(model, moved), batch_tokens=batch_tokens, prompt=prompt, prompt_name=prompt_name)
+        with TokenProgress("Embedding", "texts") as update:
+            embeddings = embed(texts, lambda done: update(done, len(texts), embed.runner.tokens))
+        write_embeddings(target, texts, embeddings)
+        return console.print(
+            f"{len(texts)} texts -> {plain(str(target))} (width {embeddings.shape[1]})", highlight=False, soft_wrap=True
+        )
+    job = BulkJob(
+        tuple(TextFile(path, column, id_column) for path in paths),
+        target,
+        chunk_texts=chunk_texts,
+        keep_texts=keep_texts,
+        prompt=prompt,
+        prompt_name=prompt_name,
+    )
+    loaded = load(model, moved, device=local_device())
+    with TokenProgress("Embedding", "texts") as update:
+
+        def tell(done: int, tokens: int) -> None:
+            update(done, None, tokens)
+
+        if on_ray:
+            from ilse_embed.distributed import Cluster, embed_files_on
+
+            job.claim(loaded)
+            cluster = Cluster(address, workers)
+            result = embed_files_on(
+                cluster,
+                job,
+                model,
+                moved,
+                batch_tokens=batch_tokens,
+                progress=tell,
+            )
+        else:
+            result = embed_files(
+                job,
+                loaded,
+                shard=share[0],
+                num_shards=share[1],
+                batch_tokens=batch_tokens,
+                progress=tell,
+            )
+    console.print(
+        f"{result.texts:,} texts in {result.parts} parts, {result.embedded:,} embedded now -> {plain(str(target))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return write_report(json_file, asdict(result))

@@ -1,0 +1,98 @@
+"""``ilse extract``."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ilse_embed.cli.options import (
+    BACKBONE_HELP,
+    AddressOption,
+    BatchTokensOption,
+    CompressOption,
+    DataDirOption,
+    EngineOption,
+    JsonOption,
+    StoreDtypeOption,
+    WorkersOption,
+    backbone_path,
+    is_ray,
+)
+from ilse_embed.cli.screen import TokenProgress, console, plain, quiet, say, write_report
+
+
+def extract(
+    backbone: Annotated[str, typer.Argument(help=BACKBONE_HELP)],
+    sources: Annotated[
+        list[str], typer.Argument(help="Files (.txt, .jsonl, .csv, .tsv, .parquet) and names of mteb tasks.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of feature stores, as --store of ilse train takes it.")],
+    column: Annotated[
+        list[str] | None, typer.Option(help='Column of texts in files, again for more; by default "text", or the only.')
+    ] = None,
+    data_dir: DataDirOption = None,
+    pooling: Annotated[
+        str, typer.Option(help="sink_aware, mean, mean_without_first or mean_after_bos.")
+    ] = "sink_aware",
+    max_seq_length: Annotated[
+        int | None, typer.Option(help="Longest text in tokens; by default the model's, at most 2048.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Goes in front of each text.")] = None,
+    store_dtype: StoreDtypeOption = "float32",
+    backbone_dtype: Annotated[
+        str | None, typer.Option(help="Of the backbone; by default float32 without a GPU, else the checkpoint's.")
+    ] = None,
+    compress: CompressOption = None,
+    batch_tokens: BatchTokensOption = None,
+    dry_run: Annotated[bool, typer.Option(help="Only tell how much there is to do.")] = False,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    workers: WorkersOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Run a backbone over texts once and keep its layers; run again after a crash, it goes on where it was."""
+    quiet()
+    on_ray = is_ray(engine)
+    from ilse_embed.extraction import BackboneSource, Plan, fill
+    from ilse_embed.store import FeatureStore
+    from ilse_embed.tables import SUFFIXES, read_texts
+    from ilse_embed.tasks import load_task
+
+    texts: dict[str, None] = {}
+    for name in sources:
+        if Path(name).suffix.lower() in SUFFIXES or Path(name).exists():
+            for one in column or [None]:  # type: ignore[list-item]
+                texts |= dict.fromkeys(read_texts(name, one))
+        else:
+            texts |= dict.fromkeys(load_task(name, data_dir).texts())
+    source = BackboneSource(backbone_path(backbone), pooling, max_seq_length, backbone_dtype)
+    model = source.load()
+    store = FeatureStore.for_backbone(output, model, dtype=store_dtype, prompt=prompt, compress=compress)
+    plan = Plan.of(model, texts, store)
+    say(
+        f"{plan.texts:,} distinct texts, {len(plan.missing):,} to extract: {plan.tokens:,} tokens, "
+        f"{plan.bytes / 1e9:.3f} GB on disk ({plan.free / 1e9:.1f} GB free)"
+    )
+    report = {"store": str(store.folder.name), "texts": plan.texts, "missing": len(plan.missing), "bytes": plan.bytes}
+    if dry_run:
+        say("Nothing was extracted (--dry-run).")
+        return write_report(json_file, report | {"tokens": plan.tokens})
+    plan.check()
+    started = time.perf_counter()
+    with TokenProgress("Extracting", "texts") as update:
+        if on_ray:
+            from ilse_embed.distributed import Cluster, fill_on
+
+            cluster = Cluster(address, workers)
+            fill_on(cluster, source, store, model, plan.missing, batch_tokens=batch_tokens, progress=update)
+        else:
+            fill(store, model, plan.missing, batch_tokens=batch_tokens, progress=update)
+    seconds = time.perf_counter() - started
+    console.print(
+        f"{len(plan.missing):,} texts in {seconds:.1f} s ({plan.tokens / max(seconds, 1e-9):,.0f} tokens/s): "
+        f"{plain(str(store.folder))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return write_report(json_file, report | {"tokens": plan.tokens, "seconds": seconds})
