@@ -41,6 +41,7 @@ class IlseSentenceTransformer(SentenceTransformer):
     """
 
     provenance: dict[str, Any]
+    _moved_to: str | None = None  # `load` was told; the module's own name stays, as what mteb knows the model by
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -124,10 +125,15 @@ class IlseSentenceTransformer(SentenceTransformer):
             ValueError: If a file would be overwritten that no earlier save wrote.
         """
         with replacing(Path(path)) as folder:
-            self._write(folder, model_name, create_model_card, train_datasets)
+            self._write(folder, self._moved_to, model_name, create_model_card, train_datasets)
 
-    def _write(self, folder: Path, *options: Any) -> None:
+    def _write(self, folder: Path, backbone: str | None, *options: Any) -> None:
+        """Write the artifact and our record; refer to the backbone as told, if told."""
         super().save(str(folder), *options)
+        if backbone is not None:
+            file = folder / str(self[0].config_file_name)
+            config = json.loads(file.read_text(encoding="utf-8"))
+            file.write_text(json.dumps(config | {"backbone": backbone}, indent=4), encoding="utf-8")
         (folder / RECORD).write_text(json.dumps(self.provenance), encoding="utf-8")
 
     def _load_module_class_from_ref(self, class_ref: str, *args: Any, **kwargs: Any) -> type:
@@ -180,7 +186,8 @@ def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) ->
 
     Args:
         path: Folder or name on the hub.
-        backbone: Where the backbone is, if not where the artifact says.
+        backbone: Where the backbone is, if not where the artifact says. Saved again, the model refers to it if it
+            referred to a folder before; a name on the hub stays, for it holds everywhere.
         **kwargs: For SentenceTransformer: ``device``, ``revision``, ``model_kwargs``, ...
 
     Raises:
@@ -202,6 +209,8 @@ def load(path: str | Path, backbone: str | Path | None = None, **kwargs: Any) ->
             f"{path} has no layer encoder, only {[type(module).__name__ for module in model]}; it was not saved by "
             "ilse_embed. Load it with SentenceTransformer, or train a head on it: ilse train --backbone ..."
         )
+    if backbone is not None and Path(getattr(model[0], "backbone", "")).is_absolute():
+        model._moved_to = str(Path(backbone).absolute() if Path(backbone).is_dir() else backbone)
     return model
 
 
@@ -220,10 +229,18 @@ def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
         folder: Where to, as in `IlseSentenceTransformer.save`.
 
     Raises:
-        ValueError: If a file would be overwritten that no earlier save wrote.
+        ValueError: If the backbone is a folder of this machine and not saved with the model, or a file would be
+            overwritten that no earlier save wrote.
     """
+    name = str(model._moved_to or getattr(model[0], "backbone", ""))
+    is_folder = Path(name).is_absolute()
+    if is_folder and not model[0].save_backbone:
+        raise ValueError(
+            f"the backbone is the folder {name}, which other machines do not have; allowed are a name on the hub and a "
+            'copy in the export. Make it with LayerTransformer(..., backbone="org/name") or save_backbone=True'
+        )
     with replacing(Path(folder)) as staging:
-        model._write(staging)
+        model._write(staging, Path(name).name if is_folder else model._moved_to)  # with a copy it is just told
         config_file = staging / "config_sentence_transformers.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         message_passing = {"specifier": ">=2.6", "reason": "Message passing between layers."}
@@ -259,7 +276,9 @@ def _left_out(node: ast.stmt) -> bool:
 def model_card(model: IlseSentenceTransformer) -> str:
     """README.md of an artifact: what it is, how to load it, what it was trained on, its limits."""
     backbone = model[0]
-    name = getattr(backbone, "backbone", "unknown")
+    name = str(model._moved_to or getattr(backbone, "backbone", "unknown"))
+    is_folder = Path(name).is_absolute()
+    shown = Path(name).name if is_folder else name  # where it is on this machine is nobody else's business
     encoder = next(module for module in model if isinstance(module, LayerEncoder))
     saved = (
         "saved with it"
@@ -268,7 +287,7 @@ def model_card(model: IlseSentenceTransformer) -> str:
     )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     facts = model.provenance
-    base = f"base_model: {name}\n" if not Path(name).is_absolute() else ""
+    base = "" if is_folder else f"base_model: {name}\n"
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity
@@ -283,7 +302,7 @@ parameters: {trained:,}. The backbone is {saved}.
 
 | | |
 | --- | --- |
-| backbone | `{name}`, revision `{getattr(backbone, "backbone_revision", None)}` |
+| backbone | `{shown}`, revision `{getattr(backbone, "backbone_revision", None)}` |
 | token pooling | `{getattr(backbone, "pooling", None)}` |
 | trained on | {facts.get("task", "nothing")} |
 | encoder, recipe | {facts.get("encoder", type(encoder).__name__)}, {facts.get("recipe", {}).get("name", "-")} |

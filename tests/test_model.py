@@ -34,6 +34,7 @@ from ilse_embed import (
     export_hub,
     load,
 )
+from ilse_embed.evaluation import model_meta
 from ilse_embed.features import extract
 from ilse_embed.model import IlseSentenceTransformer
 
@@ -57,9 +58,10 @@ def make(tiny_backbone: Callable[..., Path]) -> Make:
         seed: int = 0,
         **options: Any,
     ) -> IlseSentenceTransformer:
+        folder = folder or tiny_backbone(name)  # drawn with a seed of its own
         torch.manual_seed(seed)
         usual = {"max_seq_length": 64, "on_truncate": "ignore"}
-        backbone = LayerTransformer(str(folder or tiny_backbone(name)), **usual | options)
+        backbone = LayerTransformer(str(folder), **usual | options)
         shape = (backbone.num_layers, backbone.get_embedding_dimension())
         fusion = build_encoder(encoder, *shape, **({"hidden": 24} if encoder in ("cayley", "set") else {}))
         for tensor in fusion.parameters():  # gates start at 0, which would hide the graph
@@ -211,6 +213,7 @@ def test_fresh_processes(make: Make, tmp_path: Path) -> None:
     model = make(include_prompt=False)
     saved, exported, again = (tmp_path / name for name in ("saved", "exported", "again"))
     model.save(str(saved))
+    model[0].save_backbone = True
     export_hub(model, exported)
     (tmp_path / "texts").write_text(ascii(TEXTS))
     processes = [
@@ -226,6 +229,25 @@ def test_fresh_processes(make: Make, tmp_path: Path) -> None:
     assert "torch-geometric" in json.loads((exported / "config_sentence_transformers.json").read_text())["requirements"]
     for folder in (exported, again):  # and with the package the same
         assert np.array_equal(embed(load(folder)), before)
+
+
+def test_an_export_tells_no_path_of_this_machine(
+    make: Make, tmp_path: Path, tiny_backbone: Callable[..., Path]
+) -> None:
+    """A backbone that only this machine has is refused, or it comes along."""
+    model, folder = make(), tiny_backbone()
+    with pytest.raises(
+        ValueError, match=rf"the backbone is the folder {folder}, .*backbone=\"org/name\"\) or save_backbone=True"
+    ):
+        export_hub(model, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    for name, options in {"copied": {"save_backbone": True}, "named": {"backbone": "org/name"}}.items():
+        export_hub(make(**options), tmp_path / name)
+        for file, content in contents(tmp_path / name).items():
+            assert str(folder.parent).encode() not in content, file
+        moved = folder if name == "named" else None
+        assert equal(load(tmp_path / name, backbone=moved), model)
+    assert json.loads((tmp_path / "named/sentence_bert_config.json").read_text())["backbone"] == "org/name"
 
 
 @pytest.mark.slow
@@ -264,6 +286,40 @@ def test_moved_backbone(make: Make, tmp_path: Path, tiny_backbone: Callable[...,
         load(tmp_path / "model")
     for backbone in (moved, str(moved)):
         assert np.array_equal(embed(load(tmp_path / "model", backbone=backbone)), before)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given", "refers_to"),
+    [
+        (None, "{there}", "{there}"),
+        (None, "there", "{there}"),
+        (None, None, "{here}"),
+        ("org/name", "{there}", "org/name"),
+        ("{gone}", "{there}", "{there}"),
+    ],
+)
+def test_saved_again_with_a_moved_backbone(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_backbone: Callable[..., Path],
+    recorded: str | None,
+    given: str | None,
+    refers_to: str,
+) -> None:
+    """A folder is replaced by the one that was given, for the next load; a name on the hub stays."""
+    monkeypatch.chdir(tmp_path)
+    names = {name: str(tmp_path / name) for name in ("here", "there", "gone")}
+    for name in ("here", "there"):
+        shutil.copytree(tiny_backbone(), names[name])
+    model = make(folder=Path(names["here"]), backbone=recorded and recorded.format(**names))
+    model.save("model")
+    again = load("model", backbone=given and given.format(**names))
+    again.save("again")
+    assert json.loads(Path("again/sentence_bert_config.json").read_text())["backbone"] == refers_to.format(**names)
+    if "/name" not in refers_to:
+        assert equal(load("again"), model)
+    assert (model_meta(again).name, model_meta(again).revision) == (model_meta(model).name, model_meta(model).revision)
 
 
 @pytest.mark.parametrize(
@@ -691,7 +747,7 @@ def test_the_card(make: Make, tmp_path: Path, hub: bool, provenance: dict[str, A
     assert facts.get("base_model") == ("HuggingFaceTB/SmolLM2-135M" if hub else None)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     for part in (
-        model[0].backbone,
+        "`HuggingFaceTB/SmolLM2-135M`" if hub else f"`{Path(model[0].backbone).name}`",
         "abc123" if hub else "None",
         "`mean`",
         "CayleyGNN",
@@ -703,6 +759,7 @@ def test_the_card(make: Make, tmp_path: Path, hub: bool, provenance: dict[str, A
         "licence of the",
     ):
         assert part in " ".join(text.split()), part
+    assert hub or str(Path(model[0].backbone).parent) not in card
     if provenance is PROVENANCE:
         assert all(part in text for part in ("toy-ü", "default,epochs=3", "71.25"))
     code = text.split("```python\n")[1].split("```")[0].replace("PATH_OR_NAME", str(tmp_path))
