@@ -19,10 +19,14 @@ def read_result(name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
+def this_run() -> dict[str, Any]:
+    """Command, date, machine and versions."""
+    return environment(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
+
+
 def write_result(name: str, content: dict[str, Any]) -> Path:
-    """Write ``results/<name>.json``, with command, machine and versions."""
+    """Write ``results/<name>.json``; the content names the run of each figure."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    run = environment(f"python -m benchmarks.{Path(sys.argv[0]).stem}")
-    write_atomically(path, (json.dumps({"run": run, **content}, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
     return path

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import read_result, write_result
+from benchmarks.common import read_result, this_run, write_result
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.encoders import LayerEncoder, build_encoder
 from ilse_embed.evaluation import evaluate, local_tasks
@@ -46,6 +46,9 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 """What turns the recipe ``paper`` into ``default``, in this order."""
 
+UNTRAINED = {"last layer": "layer", "best layer": "layer", "mean of layers": "mean"}
+"""Methods without training and their encoders."""
+
 
 class Bench:
     """One backbone and one task: tables of layer features by pooling, and scores."""
@@ -54,7 +57,9 @@ class Bench:
         self.folder, self.task, self.data_dir, self.store = folder, task, data_dir, store
         self.tables: dict[str, tuple[LayerTransformer, LayerTable]] = {}
         self.name = f"quality-{Path(folder).name}-{task.name}"
-        self.rows: list[dict[str, Any]] = read_result(self.name).get("rows", [])
+        earlier = read_result(self.name)
+        inherited = {"run": earlier["run"]} if "run" in earlier else {}  # once told for all rows of a file
+        self.rows: list[dict[str, Any]] = [inherited | row for row in earlier.get("rows", [])]
         self.mteb_task = local_tasks([task.name], data_dir)[0]
 
     def table(self, pooling: str) -> tuple[LayerTransformer, LayerTable]:
@@ -79,61 +84,71 @@ class Bench:
             for protocol in protocols
         }
 
-    def known(self, group: str, recipe: Recipe, method: str) -> bool:
-        """Whether an earlier run measured this row."""
-        return any((row["group"], row["recipe"], row["method"]) == (group, recipe.name, method) for row in self.rows)
+    def known(self, group: str, recipe: Recipe, method: str) -> dict[str, Any] | None:
+        """The row, if an earlier run measured it."""
+        key = (group, recipe.name, method)
+        return next((row for row in self.rows if (row["group"], row["recipe"], row["method"]) == key), None)
 
-    def note(self, **row: Any) -> None:
-        """Keep a row and write all of them, so that nothing is lost."""
-        self.rows.append(row)
+    def note(self, earlier: dict[str, Any] | None = None, **row: Any) -> None:
+        """Keep a row, in place of an earlier one, and write all of them, so that nothing is lost."""
+        if earlier is None:
+            self.rows.append(row | {"run": this_run()})
+        else:
+            earlier |= row
         print(row, flush=True)
         write_result(self.name, {"backbone": Path(self.folder).name, "task": self.task.name, "rows": self.rows})
 
     def trained(self, encoder: str, recipe: Recipe, seeds: int, group: str, name: str = "", **arguments: Any) -> None:
-        """Train with several seeds; note each score, mean and spread."""
+        """Train with the seeds that an earlier run did not; after each, note all scores, mean and spread.
+
+        A seed that was added to the row of an earlier run names its own.
+        """
         method = name or encoder
-        if self.known(group, recipe, method):
-            return
-        _, table = self.table(recipe.pooling)
-        runs = []
+        extended = self.known(group, recipe, method)
         for seed in range(seeds):
+            row = self.known(group, recipe, method)
+            runs = list(row["runs"]) if row else []
+            if any(run["seed"] == seed for run in runs):
+                continue
+            _, table = self.table(recipe.pooling)
             trained = train(self.task, table, encoder, recipe, seed=seed, encoder_args=arguments)
             scores = self.score(recipe.pooling, trained.encoder, trained.scaling, trained.head)
-            runs.append({"seed": seed, "validation": round(trained.validation, 2), "epochs": trained.epochs} | scores)
-            runs[-1]["seconds"] = round(trained.seconds, 1)
-        protocols = [key for key in runs[0] if key in ("probe", "head")]
-        self.note(
-            group=group,
-            recipe=recipe.name,
-            method=method,
-            **arguments,
-            parameters=trained.parameters,
-            mean={key: round(statistics.mean(run[key] for run in runs), 2) for key in protocols},
-            spread={key: round(statistics.stdev(run[key] for run in runs), 2) for key in protocols}
-            if seeds > 1
-            else None,
-            runs=runs,
-        )
+            run = {"seed": seed, "validation": round(trained.validation, 2), "epochs": trained.epochs} | scores
+            runs.append(run | {"seconds": round(trained.seconds, 1)} | ({"run": this_run()} if extended else {}))
+            columns = {key: [one[key] for one in runs] for key in scores}
+            self.note(
+                row,
+                group=group,
+                recipe=recipe.name,
+                method=method,
+                **arguments,
+                parameters=trained.parameters,
+                mean={key: round(statistics.mean(column), 2) for key, column in columns.items()},
+                spread={key: round(statistics.stdev(column), 2) for key, column in columns.items()}
+                if len(runs) > 1
+                else None,
+                runs=runs,
+            )
 
     def untrained(self, recipe: Recipe) -> None:
         """Last layer, best layer (chosen on validation) and mean of layers."""
-        if self.known("methods", recipe, "mean of layers"):
+        groups = ["methods"]
+        if self.task.kind == "classification":
+            groups.append("linear head on untrained features")
+        if all(self.known(group, recipe, method) for group in groups for method in UNTRAINED):
             return
         _, table = self.table(recipe.pooling)
         shape = table.layers.shape[1:]
         scaling = fit_scaling(table, self.task.texts("train")) if recipe.scaling else None
         validation = layer_scores(self.task, table, "validation", scaling)
         best = max(range(len(validation)), key=validation.__getitem__)
-        methods: dict[str, tuple[str, dict[str, int]]] = {
-            "last layer": ("layer", {}),
-            "best layer": ("layer", {"layer": best}),
-            "mean of layers": ("mean", {}),
-        }
-        for method, (encoder, arguments) in methods.items():
-            scores = self.score(recipe.pooling, build_encoder(encoder, *shape, **arguments), scaling, None)
-            self.note(group="methods", recipe=recipe.name, method=method, **arguments, parameters=0, mean=scores)
-            if self.task.kind == "classification":
-                self.trained(encoder, recipe, 1, "linear head on untrained features", method, **arguments)
+        for method, encoder in UNTRAINED.items():
+            arguments = {"layer": best} if method == "best layer" else {}
+            if not self.known("methods", recipe, method):
+                scores = self.score(recipe.pooling, build_encoder(encoder, *shape, **arguments), scaling, None)
+                self.note(group="methods", recipe=recipe.name, method=method, **arguments, parameters=0, mean=scores)
+            for group in groups[1:]:
+                self.trained(encoder, recipe, 1, group, method, **arguments)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.common import write_result
+from benchmarks.common import this_run, write_result
 from ilse_embed.backbone import POOLINGS, LayerTransformer, first_token_share
 from ilse_embed.extraction import extract
 from ilse_embed.features import fit_scaling
@@ -55,12 +55,8 @@ def main() -> None:
         }
         print(name, pooling, {key: value for key, value in forms[pooling].items() if "spearman" not in key}, flush=True)
     chosen = LayerTransformer(folder).pooling
-    print(
-        "sink_aware takes",
-        chosen,
-        "->",
-        write_result(f"sinks-{name}", {"backbone": name, "chosen": chosen, "forms": forms}),
-    )
+    content = {"run": this_run(), "backbone": name, "chosen": chosen, "forms": forms}
+    print("sink_aware takes", chosen, "->", write_result(f"sinks-{name}", content))
 
 
 if __name__ == "__main__":

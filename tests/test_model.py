@@ -58,9 +58,10 @@ def make(tiny_backbone: Callable[..., Path]) -> Make:
         seed: int = 0,
         **options: Any,
     ) -> IlseSentenceTransformer:
+        folder = folder or tiny_backbone(name)  # drawn with a seed of its own
         torch.manual_seed(seed)
         usual = {"max_seq_length": 64, "on_truncate": "ignore"}
-        backbone = LayerTransformer(str(folder or tiny_backbone(name)), **usual | options)
+        backbone = LayerTransformer(str(folder), **usual | options)
         shape = (backbone.num_layers, backbone.get_embedding_dimension())
         fusion = build_encoder(encoder, *shape, **({"hidden": 24} if encoder in ("cayley", "set") else {}))
         for tensor in fusion.parameters():  # gates start at 0, which would hide the graph
