@@ -21,7 +21,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINConv, global_mean_pool
 from torch_geometric.nn.conv import SimpleConv
 
-from benchmarks.common import write_result
+from benchmarks.common import this_run, write_result
 from ilse_embed.encoders import CayleyGNN
 from ilse_embed.graphs import LayerGraph
 
@@ -211,7 +211,8 @@ def measure(nodes: int, batch: int, width: int, form: str, arguments: argparse.N
     table = torch.randn(texts, LAYERS[nodes], width, device=device)
     baseline = PerTextGraphs(encoder).to(device)
     graphs = baseline.graphs(table)
-    models = variants(encoder, device, arguments.compile)
+    one_case = (nodes, batch, form) == (48, 64, "paper")  # compiling takes minutes on a CPU
+    models = variants(encoder, device, arguments.compile and one_case)
 
     def ours(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda rows: model.encode_layers(table.index_select(0, rows.to(device)))  # type: ignore[operator]
@@ -263,7 +264,7 @@ def main() -> None:
     ]
     device = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name()
     name = f"encoder-{device.replace(' ', '-')}"
-    print(write_result(name, {"device": device, "threads": torch.get_num_threads(), "cases": cases}))
+    print(write_result(name, {"run": this_run(), "device": device, "threads": torch.get_num_threads(), "cases": cases}))
 
 
 if __name__ == "__main__":

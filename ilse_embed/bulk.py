@@ -347,10 +347,12 @@ def find_files(places: Sequence[Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: If a path is not there, or a folder has no file that can be read.
-        ValueError: If two files have the same name, by which the output tells them apart.
+        ValueError: If a file ends in something else, or two have the same name, by which the output tells them apart.
     """
     found: list[Path] = []
     for place in places:
+        if not place.is_dir() and place.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"{place} ends in {place.suffix!r}; allowed are {', '.join(SUFFIXES)} and folders of them")
         if not place.exists():
             raise FileNotFoundError(f"there is no file {place}")
         inside = sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES) if place.is_dir() else []

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 SHARD_TEXTS = 1024
 """Texts in a shard; what a crash can cost at most."""
 
-SAMPLE_TEXTS = 2048
-"""Texts on which a compression is fitted: the first ones."""
+SAMPLE_SHARDS = 2
+"""Shards on which a compression is fitted: the first ones."""
 
 Progress = Callable[[int, int, int], None]
 """Called with (texts done, texts in all, tokens done) after each batch."""
@@ -227,7 +228,7 @@ def fit_basis(
     """Fit the compression of a store on the first texts, if it has one and it is not fitted; their raw features."""
     if store.facts["compress"] is None or store.basis is not None or not texts:
         return []
-    sample = [extractor(shard, tell=tell) for shard in shards_of(texts[:SAMPLE_TEXTS])]
+    sample = [extractor(shard, tell=tell) for shard in islice(shards_of(texts), SAMPLE_SHARDS)]
     store.fit_basis(torch.cat(sample))
     return sample
 

@@ -100,7 +100,7 @@ def test_training_never_runs_a_language_model() -> None:
     assert not reached & {"backbone", "model", "evaluation"}
 
 
-JOINS = {"model", "features", "evaluation", "cli", "demo", "leaderboard"}
+JOINS = {"model", "evaluation", "cli.training", "demo", "leaderboard", "distributed"}
 
 
 def test_only_the_outer_skin_joins_the_halves() -> None:
@@ -121,10 +121,10 @@ def test_only_the_outer_skin_joins_the_halves() -> None:
         ("torch_geometric", set()),
         ("mteb", {"evaluation", "tasks"}),
         ("gguf", {"gguf_llama"}),
-        ("typer", {"cli", "cli_options"}),
-        ("rich", {"cli", "cli_options"}),
+        ("typer", {room for room in TREES if top({room}) == {"cli"}}),
+        ("rich", {room for room in TREES if top({room}) == {"cli"}}),
         ("optuna", None),
-        ("ray", None),
+        ("ray", {"distributed"}),
         ("peft", None),
     ],
 )

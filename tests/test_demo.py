@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ilse_embed import LayerTransformer, cli, load
+from ilse_embed import LayerTransformer, load
+from ilse_embed.cli import demonstration
 from ilse_embed.demo import QUERIES, DemoResult, run_demo
 from ilse_embed.extraction import extract
 from ilse_embed.features import fit_scaling
@@ -157,10 +158,10 @@ def test_the_command_again_in_the_same_folder(
 ) -> None:
     """The same seed gives the same table, models of an earlier demo are replaced, and JSON says what is printed."""
     result, _, folder = ran
-    monkeypatch.setattr(cli, "_quiet", lambda: None)  # it changes what other tests log
+    monkeypatch.setattr(demonstration, "quiet", lambda: None)  # it changes what other tests log
     monkeypatch.setattr(sys, "argv", ["ilse", "demo"])
-    monkeypatch.setattr(cli.console, "width", 200)
-    cli.demo(backbone=str(tiny_backbone()), output=folder, json_file=tmp_path / "reports/demo.json", seed=1)
+    monkeypatch.setattr(demonstration.console, "width", 200)
+    demonstration.demo(backbone=str(tiny_backbone()), output=folder, json_file=tmp_path / "reports/demo.json", seed=1)
     shown = capsys.readouterr().out
     written = json.loads((tmp_path / "reports/demo.json").read_text(encoding="utf-8"))
     for row, other in zip(written["rows"], result.rows, strict=True):

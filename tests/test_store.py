@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from ilse_embed import LayerScaling, LayerTransformer
 from ilse_embed import extraction
 from ilse_embed.batches import batches_of, token_lengths
-from ilse_embed.extraction import extract
+from ilse_embed.extraction import Plan, extract, fill
 from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
 from ilse_embed.store import FeatureStore, _key
 
@@ -93,7 +93,7 @@ def test_as_if_each_text_were_alone(
     )
     assert count.texts == len(TEXTS)  # each distinct text once
     assert all(tokens <= budget or texts == 1 for tokens, texts in count.tokens)
-    assert told[-1] == (len(TEXTS), len(TEXTS)) and [d for d, _ in told] == sorted({d for d, _ in told})
+    assert told[-1][:2] == (len(TEXTS), len(TEXTS)) and told == sorted(set(told))
 
 
 @pytest.mark.parametrize("budget", [1, 7, 50, 96, 400, 10**6])
@@ -242,9 +242,97 @@ def test_what_makes_another_store(
 @pytest.mark.parametrize("shape", [(1, 4, 32), (3, 4, 32), (2, 3, 32), (2, 4, 16), (2, 4), (2, 4, 32, 1)])
 def test_features_of_another_shape_are_not_added(backbone: LayerTransformer, tmp_path: Path, shape: tuple) -> None:
     store = FeatureStore.for_backbone(tmp_path, backbone)
-    with pytest.raises(ValueError, match=r"2 texts need features of shape \(2, 4, 32\); got"):
+    with pytest.raises(ValueError, match=r"2 texts need features of shape \(2, 4, 32\) and torch.float32; got"):
         store.add(["a", "b"], torch.zeros(shape))
     assert not shards(store) and len(store) == 0
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [("float32", 0), ("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_dtypes(backbone: LayerTransformer, tmp_path: Path, dtype: str, digits: float) -> None:
+    exact = extract(backbone, TEXTS).layers
+    store = FeatureStore.for_backbone(tmp_path, backbone, dtype=dtype)
+    stored = extract(backbone, TEXTS, store).layers
+    assert stored.dtype == torch.float32
+    assert ((stored - exact).abs() <= digits * exact.abs() + 1e-6).all()
+    (shard,) = shards(store)
+    needed = exact.nbytes // (1 if dtype == "float32" else 2)
+    assert needed < shard.stat().st_size < needed + 200 * len(TEXTS)
+    assert abs(store.bytes_for(len(TEXTS)) - shard.stat().st_size) < 300
+    assert torch.equal(FeatureStore.open(store.folder)[TEXTS[3]], stored[3])
+
+
+def test_what_float16_cannot_hold(tiny_backbone: Callable[..., Path], tmp_path: Path) -> None:
+    backbone = LayerTransformer(str(tiny_backbone()))
+    backbone.model.get_input_embeddings().weight.data *= 1e8
+    with pytest.raises(
+        FloatingPointError, match="layer 0 of .*'any text'; extract with a store in bfloat16 or float32"
+    ):
+        extract(backbone, ["any text"], FeatureStore.for_backbone(tmp_path, backbone, dtype="float16"))
+    assert extract(backbone, ["any text"], FeatureStore.for_backbone(tmp_path, backbone, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_a_prompt(tiny_backbone: Callable[..., Path], tmp_path: Path, include_prompt: bool) -> None:
+    backbone = LayerTransformer(str(tiny_backbone()), include_prompt=include_prompt)
+    store = FeatureStore.for_backbone(tmp_path, backbone, prompt="query: ")
+    with torch.inference_mode():
+        expected = backbone(backbone.preprocess(list(SENTENCES), prompt="query: "))["layer_embeddings"]
+    found = extract(backbone, SENTENCES, store).select(SENTENCES)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert len(FeatureStore.for_backbone(tmp_path, backbone)) == 0  # without a prompt is another store
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; allowed are"),
+        ({"compress": 0}, "compress is 0; allowed are widths from 1 to the backbone's, 32"),
+        ({"compress": 33}, "compress is 33"),
+    ],
+)
+def test_wrong_options(backbone: LayerTransformer, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FeatureStore.for_backbone(tmp_path, backbone, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_compressed(backbone: LayerTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted on the first texts, those included; appended to with the same directions; the same again after a crash."""
+    monkeypatch.setattr(extraction, "SHARD_TEXTS", 8)
+    store = FeatureStore.for_backbone(tmp_path / "one", backbone, compress=5)
+    count = Counter(backbone)
+    first = extract(backbone, TEXTS[:20], store)
+    assert count.texts == 20  # the sample is not run again
+    assert first.layers.shape == (20, 4, 5) and first.basis is not None
+    raw = extract(backbone, TEXTS)
+    torch.testing.assert_close(first.layers, first.basis.compress(raw.select(TEXTS[:20])), atol=1e-4, rtol=1e-4)
+    again = FeatureStore.for_backbone(tmp_path / "one", backbone, compress=5)
+    both = extract(backbone, TEXTS, again)
+    torch.testing.assert_close(both.layers, first.basis.compress(raw.layers), atol=1e-4, rtol=1e-4)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    other = FeatureStore.for_backbone(tmp_path / "two", backbone, compress=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStore, "add", lambda *_: full(0))  # the directions are there and no shard
+        with pytest.raises(OSError, match="No space"):
+            fill(other, backbone, TEXTS[:20])
+    fill(FeatureStore.for_backbone(tmp_path / "two", backbone, compress=5), backbone, TEXTS[:20])
+    names = [sorted(path.name for path in tmp_path.glob(f"{run}/*/*")) for run in ("one", "two")]
+    assert set(names[1]) <= set(names[0])
+
+
+def test_plan(backbone: LayerTransformer, tmp_path: Path) -> None:
+    store = FeatureStore.for_backbone(tmp_path, backbone)
+    fill(store, backbone, TEXTS[:10])
+    plan = Plan.of(backbone, [*TEXTS, *TEXTS], store)
+    assert plan.texts == len(TEXTS) and plan.missing == list(TEXTS[10:])
+    assert plan.tokens == backbone.preprocess(list(TEXTS[10:]))["attention_mask"].sum()
+    assert plan.bytes == store.bytes_for(len(TEXTS) - 10) and plan.free > 0
+    plan.check()
+    with pytest.raises(OSError, match=r"the features need 5\.00 GB and the disk has 0\.00 GB left; take another disk"):
+        Plan(1, ["x"], 1, 5 * 10**9, 100).check()
 
 
 # -------------------------------------------------------------------------------------------------------------- crashes
@@ -254,7 +342,7 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in_extraction(done: int, _: int) -> None:
+def die_in_extraction(done: int, *_: int) -> None:
     if done > 20:  # in the middle of the third shard
         die()
 
@@ -326,6 +414,10 @@ def serve(root: Path, backbone: LayerTransformer) -> LayerTable:
     return extract(backbone, TEXTS[:16], FeatureStore.for_backbone(root, backbone))
 
 
+def index_of(store: FeatureStore, keys: Any) -> dict[str, str]:
+    return {"index": json.dumps({"store": store._identity(), "keys": keys})}
+
+
 def flips(size: int) -> Iterator[int]:
     rng = np.random.default_rng(1)
     yield from (0, 7, 8, 9, size - 1)
@@ -348,6 +440,36 @@ def test_flipped_bytes_are_never_served(backbone: LayerTransformer, filled: Feat
                 extra.unlink()
     shard.write_bytes(sound)
     assert torch.equal(serve(tmp_path, backbone).layers, filled.table(TEXTS[:16]).layers)
+
+
+def test_every_flipped_byte_is_found(backbone: LayerTransformer, tmp_path: Path, small_shards: None) -> None:
+    """In the note, the directions and the shards alike, by name; and none is served."""
+    store = FeatureStore.for_backbone(tmp_path, backbone, compress=5)
+    fill(store, backbone, TEXTS[:16])
+    assert list(FeatureStore.problems(store.folder)) == []
+    files = sorted(store.folder.iterdir())
+    assert len(files) == 4
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        path = files[number % 4]
+        sound = path.read_bytes()
+        damaged = bytearray(sound)
+        damaged[rng.integers(len(sound))] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        assert path in [found for found, _ in FeatureStore.problems(store.folder)], number
+        with pytest.raises((OSError, KeyError), match="extract again|extract it first"):
+            FeatureStore.open(store.folder).table(TEXTS[:16])
+        path.write_bytes(sound)
+
+
+def test_a_few_texts_of_a_large_store_are_read_where_they_are(
+    backbone: LayerTransformer, filled: FeatureStore, tmp_path: Path
+) -> None:
+    store = FeatureStore.open(filled.folder)
+    assert torch.equal(store[TEXTS[3]], filled.table(TEXTS[:16]).layers[3])
+    assert store._sound == {shards(filled)[0].name}  # the other shard was not touched
+    with pytest.raises(KeyError, match="no layer features of the text 'other'"):
+        store["other"]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 8, 100, 700, -1, -4000])
@@ -381,11 +503,12 @@ def test_refreshed(filled: FeatureStore) -> None:
         (None, None),
         ({"weight": torch.zeros(2)}, None),
         ({"layers": torch.zeros(2, 4, 32)}, {"format": "pt"}),
-        ({"layers": torch.zeros(2, 4, 32)}, {"keys": "not json"}),
-        ({"layers": torch.zeros(2, 4, 32)}, {"keys": '["a"]'}),
-        ({"layers": torch.zeros(1, 4, 16)}, {"keys": '["a"]'}),
-        ({"weight": torch.zeros(1, 4, 32)}, {"keys": '["a"]'}),
-        ({"layers": torch.zeros(1, 4, 32)}, {"keys": "3"}),
+        ({"layers": torch.zeros(2, 4, 32)}, {"index": "not json"}),
+        ({"layers": torch.zeros(2, 4, 32)}, ["a"]),
+        ({"layers": torch.zeros(1, 4, 16)}, ["a"]),
+        ({"weight": torch.zeros(1, 4, 32)}, ["a"]),
+        ({"layers": torch.zeros(1, 4, 32)}, 3),
+        ({"layers": torch.zeros(1, 4, 32)}, {"index": '{"store": "0123456789ab", "keys": ["a"]}'}),
     ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "000009-0123456789abcdef.safetensors"])
@@ -396,7 +519,8 @@ def test_foreign_file(
     if tensors is None:
         foreign.write_text("something else")
     else:
-        save_file(tensors, foreign, metadata)
+        of_ours = isinstance(metadata, list | int)
+        save_file(tensors, foreign, index_of(filled, metadata) if of_ours else metadata)
     with pytest.raises(OSError, match="is damaged or none of ours") as error:
         serve(tmp_path, backbone)
     assert str(foreign) in str(error.value)
@@ -407,6 +531,6 @@ def test_a_shard_of_the_right_form_under_a_wrong_name(
 ) -> None:
     """Features that somebody else put there under a known text's hash."""
     foreign = filled.folder / "zzz.safetensors"
-    save_file({"layers": torch.zeros(1, 4, 32)}, foreign, {"keys": json.dumps([_key(TEXTS[0])])})
+    save_file({"layers": torch.zeros(1, 4, 32)}, foreign, index_of(filled, [_key(TEXTS[0])]))
     with pytest.raises(OSError, match="not that of its name"):
         serve(tmp_path, backbone)

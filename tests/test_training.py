@@ -433,7 +433,7 @@ def test_checkpoints_of_another_run_are_refused(
         train(task, table, **usual, progress=crash(2, kill=False))
     before = sorted(tmp_path.rglob("*"))
     if change == "features":
-        table = LayerTable(table.rows, table.layers * 2)
+        table = LayerTable(table.rows, table.layers, "another backbone")
     elif change in ("data", "task"):
         data = task.splits["train"]
         assert isinstance(data, Labelled)

@@ -67,9 +67,10 @@ def train(
     data = load_task(task, data_dir)
     encoder_args = None if layer is None else {"layer": layer}
     model = LayerTransformer(path, pooling=chosen.pooling).to(get_device_name())
+    shape = (model.num_layers, compress or model.get_embedding_dimension())
+    # What cannot be trained ends here, before anything is written.
+    initial_parts(data, shape, encoder, chosen, encoder_args=encoder_args, compressed=compress is not None)
     features = FeatureStore.for_backbone(store or cache_dir() / "features", model, dtype=store_dtype, compress=compress)
-    compressed = compress is not None
-    initial_parts(data, features.shape, encoder, chosen, encoder_args=encoder_args, compressed=compressed)  # or refuse
     console.print(f"Backbone {plain(model.backbone)}: {model.num_layers} layers, pooling {model.pooling}")
     with TokenProgress("Extracting", "texts") as update:
         table = extract(model, data.texts(), features, progress=update)
