@@ -3,7 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A CPU build of PyTorch, installed first: the open range of pyproject.toml would fetch a build for GPUs of several GB.
+# PyTorch first: on an index of CPU builds this pin is one, where the open range of pyproject.toml may fetch a build for
+# GPUs of several GB. Elsewhere give yours: make test TORCH='torch --index-url ...'
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 # Threads that spin or fight for two busy cores make small matrix products many times slower.
@@ -32,7 +33,7 @@ build: $(VENV)/.dev
 $(VENV)/.torch:
 	@echo "== A virtual environment in $(VENV), and PyTorch in it (once, about a minute)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) '$(TORCH)'
+	$(PIP) $(TORCH)
 	@touch $@
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml

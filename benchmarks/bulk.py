@@ -25,7 +25,7 @@ from benchmarks.common import this_run, write_result
 from ilse_embed import LayerTransformer, build, build_encoder
 from ilse_embed.weights import smollm2
 
-WORDS = "where is my parcel card lost how do I change the address of an order please help me with this now".split()
+WORDS = ["where", "is", "my", "parcel", "card", "lost", "how", "do", "I", "change", "the", "address", "of", "order"]
 
 
 def main() -> None:

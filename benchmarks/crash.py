@@ -2,9 +2,10 @@
 
     python -m benchmarks.crash smollm2 --data-dir DIR [--kills 20] [--flips 100]
 
-Killed with SIGKILL while it runs and started again, as often as asked for; whenever a run comes to its end, the store is
-compared with that of an undisturbed run, file by file, and the next round starts with an empty one. Then one bit of a random
-byte is flipped again and again: `ilse store verify` must name the file, and reading must refuse it or find the text missing.
+Killed with SIGKILL while it runs and started again, as often as asked for; whenever a run ends by itself, the store is
+compared with that of an undisturbed run, file by file, and the next round starts with an empty one. Then one bit of a
+random byte is flipped, again and again: `ilse store verify` must name the file, and reading must refuse it or find the
+text missing.
 """
 
 from __future__ import annotations

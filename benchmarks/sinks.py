@@ -11,10 +11,11 @@ import argparse
 from pathlib import Path
 
 from benchmarks.common import this_run, write_result
-from ilse_embed.backbone import POOLINGS, LayerTransformer, first_token_share
+from ilse_embed.backbone import POOLINGS, LayerTransformer
 from ilse_embed.extraction import extract
 from ilse_embed.features import fit_scaling
 from ilse_embed.scoring import layer_scores
+from ilse_embed.sinks import first_token_share
 from ilse_embed.store import FeatureStore
 from ilse_embed.tasks import load_task
 from ilse_embed.weights import cache_dir, smollm2

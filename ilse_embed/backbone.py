@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from ilse_embed.hidden_states import find_blocks, hooks_open, loaded_commit, weights_digest
 from ilse_embed.pooling import TokenPooler, skipped_tokens
+from ilse_embed.sinks import SINK_SHARE, first_token_share
 from ilse_embed.tokens import (
     adds_first_token,
     fill_short,
+    fill_short_flattened,
     put_bos_in_front,
     set_pad_token,
     tokenizer_digest,
@@ -32,23 +34,8 @@ logger = logging.getLogger(__name__)
 POOLINGS = ("mean", "mean_without_first", "mean_after_bos")
 """Ways to pool tokens: all of them; all but the first; all behind a BOS token, which is put in front if need be."""
 
-SINK_SHARE = 0.5
-"""A first token with more than this share of the summed token norms, in any layer, is an attention sink."""
-
 DEFAULT_MAX_SEQ_LENGTH = 2048
 """Cap on the length in tokens when none is asked for; the model's own limit applies where it is lower."""
-
-PROBE_TEXTS = (
-    "The ferry leaves the harbour every morning at seven.",
-    "Please send me the invoice for last month.",
-    "My sister plays the cello in a small orchestra.",
-    "How long does it take to grow tomatoes from seed?",
-    "Prices rose by three percent during the winter.",
-    "He could not find his keys, so he climbed through the window.",
-    "Water boils at a lower temperature in the mountains.",
-    "Is there a train to the coast after midnight?",
-)
-"""Plain sentences on which the share of the first token is measured."""
 
 TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 
@@ -58,7 +45,8 @@ class LayerTransformer(Transformer):
 
     A subclass of sentence-transformers' Transformer: prompts, truncation, devices, dtypes work as there. The model is
     in eval mode, gets no gradient, and runs without a language-model head. Hidden states are pooled by temporary hooks
-    as soon as a block has made them, so memory does not grow with L.
+    as soon as a block has made them, so memory does not grow with L; only architectures that do not tell which modules
+    are their blocks (bloom, falcon, mamba) keep all of them for a batch.
 
     Shapes:
         token features (B, T) -> features["layer_embeddings"]: (B, L, d) float32
@@ -180,7 +168,10 @@ class LayerTransformer(Transformer):
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, processing_kwargs: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Tokenize; count texts that are cut off; give a text without tokens one token, so that its vector is finite.
+        """Tokenize, and count texts that are cut off.
+
+        A text of too few tokens gets one in front: without tokens it has no vector, and a single token behind which the
+        first one is left out is nothing but a sink.
 
         Half a surrogate pair, as a cut JSON string leaves it, is no character and counts as U+FFFD.
 
@@ -189,12 +180,18 @@ class LayerTransformer(Transformer):
         """
         inputs = [valid_unicode(text) if isinstance(text, str) else text for text in inputs]
         features: dict[str, Any] = super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
-        if "attention_mask" not in features:  # no texts, or a flattened batch
+        least = 1 if self.pooling == "mean" else 2
+        if "attention_mask" in features:
+            fill_short(self.tokenizer, features, least)
+            lengths = features["attention_mask"].sum(1)
+        elif "cu_seq_lens_q" in features:
+            fill_short_flattened(self.tokenizer, features, least, self._flatten)
+            lengths = features["cu_seq_lens_q"].diff()
+        else:  # no texts
             return features
-        fill_short(self.tokenizer, features, least=1 if self.pooling == "mean" else 2)
         if self.on_truncate != "ignore":
-            self._report_truncation(inputs, prompt, features["attention_mask"].sum(1))
-        if self.tokenizer.padding_side == "left" and self._positions_need_help():
+            self._report_truncation(inputs, prompt, lengths)
+        if "attention_mask" in features and self.tokenizer.padding_side == "left" and self._positions_need_help():
             features["position_ids"] = (features["attention_mask"].cumsum(1) - 1).clamp(min=0)
         return features
 
@@ -306,6 +303,11 @@ class LayerTransformer(Transformer):
         """Tokens of the prompt; a space at its end is left to the text, whose first token takes it in."""
         return super()._get_prompt_length(prompt.rstrip(" "), **kwargs)
 
+    def _flatten(self, texts: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = self.data_collator(texts)
+        batch["position_ids"] = batch["position_ids"] + self._flatten_position_offset
+        return batch
+
     def _report_truncation(self, inputs: Sequence[Any], prompt: str | None, lengths: Tensor) -> None:
         limit = self.tokenizer.model_max_length
         full = (lengths >= limit).nonzero().flatten().tolist()
@@ -375,29 +377,3 @@ class LayerTransformer(Transformer):
                 "embeddings will differ from those that the artifact was evaluated with",
                 self.model.name_or_path,
             )
-
-
-def first_token_share(backbone: LayerTransformer, skip: int = 0) -> Tensor:
-    """Share of the summed token norms that the first pooled token makes up: the measure of an attention sink.
-
-    1 / T if all tokens weigh the same; near 1 if the first token drowns the others.
-
-    Args:
-        backbone: The backbone to measure, on `PROBE_TEXTS`.
-        skip: Leading tokens that do not count, for a BOS that is left out already.
-
-    Returns:
-        The share for each layer, mean over the texts, shape (L,).
-    """
-    features = backbone.preprocess(list(PROBE_TEXTS))
-    features = {k: v.to(backbone.model.device) if isinstance(v, Tensor) else v for k, v in features.items()}
-    mask = features["attention_mask"].bool()
-    rank = mask.cumsum(1)
-    first, counted = mask & (rank == skip + 1), mask & (rank > skip)
-
-    def share(hidden: Tensor) -> Tensor:
-        norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
-        share_of_texts: Tensor = (norms * first).sum(1) / (norms * counted).sum(1)
-        return share_of_texts.mean()
-
-    return torch.stack(backbone.reduce_layers(features, share))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
 
-from ilse_embed.batches import BatchRunner
+from ilse_embed.embedding import TextEmbedder
 from ilse_embed.files import claim, write_atomically
 from ilse_embed.identity import model_revision
 from ilse_embed.tables import SUFFIXES, Record, TextFile
@@ -36,74 +35,6 @@ CHUNK_TEXTS = 8192
 
 Progress = Callable[[int, int], None]
 """Called with (texts done, tokens done) after each part."""
-
-
-class TextEmbedder:
-    """Texts -> embeddings, in batches of like length under a budget of tokens; made once and called again and again."""
-
-    def __init__(
-        self,
-        model: SentenceTransformer,
-        *,
-        batch_tokens: int | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-    ) -> None:
-        """Keep the model.
-
-        Args:
-            model: A model whose first module is a `LayerTransformer`.
-            batch_tokens: Padded tokens in a batch; see `BatchRunner`.
-            prompt: What goes in front of each text.
-            prompt_name: A prompt of the model by its name; by default the model's default prompt.
-
-        Raises:
-            ValueError: If the model has no prompt of this name.
-        """
-        name = prompt_name or model.default_prompt_name
-        if prompt is None and name is not None:
-            if name not in model.prompts:
-                raise ValueError(f"prompt_name is {name!r}; this model has {json.dumps(sorted(model.prompts))}")
-            prompt = model.prompts[name]
-        self.model = model.eval()
-        backbone: Any = model[0]
-        self.runner = BatchRunner(
-            backbone,
-            lambda features: model(features)["sentence_embedding"].float(),
-            batch_tokens=batch_tokens,
-            prompt=prompt or None,
-        )
-
-    def __call__(self, texts: Sequence[str], tell: Callable[[int], None] | None = None) -> NDArray[np.float32]:
-        """Embed; equal texts once.
-
-        Args:
-            texts: n texts.
-            tell: Called after each batch with the number of texts done, equal ones counted once.
-
-        Returns:
-            (n, m)
-
-        Raises:
-            FloatingPointError: If an embedding is not finite, with the text.
-            MemoryError: If a single text does not fit.
-        """
-        distinct = list(dict.fromkeys(texts))
-        done = 0
-        embeddings = np.empty((len(distinct), self.model.get_embedding_dimension() or 0), np.float32)
-        for rows, batch in self.runner(distinct):
-            embeddings[rows] = batch.numpy()
-            if not np.isfinite(embeddings[rows]).all():
-                wrong = next(row for row in rows if not np.isfinite(embeddings[row]).all())
-                raise FloatingPointError(
-                    f"the embedding of the text {distinct[wrong][:80]!r} is not finite; load the backbone in bfloat16 "
-                    "or float32, not float16"
-                )
-            done += len(rows)
-            if tell is not None:
-                tell(done)
-        place = {text: row for row, text in enumerate(distinct)}
-        return embeddings[[place[text] for text in texts]] if len(distinct) < len(texts) else embeddings
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ def extract(
     texts: Iterable[str],
     store: FeatureStore | None = None,
     *,
+    prompt: str | None = None,
     batch_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> LayerTable:
@@ -174,6 +175,7 @@ def extract(
         backbone: The frozen language model.
         texts: Any texts; equal ones are computed once.
         store: Where to keep the features; None keeps them in memory alone.
+        prompt: Goes in front of each text; a store has its own.
         batch_tokens: Padded tokens in a batch; see `BatchRunner`.
         progress: Called after each batch.
 
@@ -181,16 +183,20 @@ def extract(
         The features of all ``texts``.
 
     Raises:
+        ValueError: If the store is for another prompt.
         FloatingPointError: If a layer is not finite; nothing of its shard is stored.
         MemoryError: If a single text does not fit into memory.
     """
     distinct = list(dict.fromkeys(texts))
+    if store is not None and prompt and prompt != store.facts["prompt"]:
+        raise ValueError(f"prompt is {prompt!r}; the store {store.folder} is for {store.facts['prompt']!r}")
     if store is not None:
         fill(store, backbone, distinct, batch_tokens=batch_tokens, progress=progress)
         return store.table(distinct)
-    extractor = LayerExtractor(backbone, batch_tokens=batch_tokens)
+    extractor = LayerExtractor(backbone, batch_tokens=batch_tokens, prompt=prompt)
     layers = extractor(distinct, tell=_Count(extractor, len(distinct), progress))
-    return LayerTable({text: row for row, text in enumerate(distinct)}, layers, store_digest(backbone))
+    rows = {text: row for row, text in enumerate(distinct)}
+    return LayerTable(rows, layers, store_digest(backbone, prompt), prompt=prompt or None)
 
 
 def fill(

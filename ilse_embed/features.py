@@ -29,12 +29,14 @@ class LayerTable:
         layers: (n, L, d) float32, or (n, L, r) if they are compressed.
         source: Tells what made the features, as the identity of a store does.
         basis: The compression, if there is one.
+        prompt: What went in front of each text.
     """
 
     rows: dict[str, int]
     layers: Tensor
     source: str = ""
     basis: LayerBasis | None = None
+    prompt: str | None = None
 
     def select(self, texts: Iterable[str]) -> Tensor:
         """Features of some texts, in their order.
@@ -85,10 +87,10 @@ class CachedLayers(InputModule):
 
         Raises:
             KeyError: If a text was not extracted.
-            ValueError: If a prompt is given: features were extracted without.
+            ValueError: If another prompt is given than the features were extracted with.
         """
-        if prompt:
-            raise ValueError(f"cached layer features know no prompt; got {prompt!r}")
+        if prompt and prompt != self.table.prompt:
+            raise ValueError(f"these features were extracted with the prompt {self.table.prompt!r}; got {prompt!r}")
         return {"input_ids": self.table.indices(inputs)[:, None]}
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:

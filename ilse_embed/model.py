@@ -27,7 +27,7 @@ from ilse_embed.scaling import LayerScaling
 STANDALONE_FILE = "ilse_embed.py"
 
 STANDALONE_ROOMS = (
-    *("graphs", "pooling", "tokens", "hidden_states", "modules", "scaling", "backbone", "heads"),
+    *("graphs", "pooling", "tokens", "hidden_states", "modules", "scaling", "sinks", "backbone", "heads"),
     *("encoders.base", "encoders.mixing", "encoders.sets", "encoders.graph"),
 )
 """Rooms that a model needs at run time, in the order of their imports."""
@@ -159,6 +159,7 @@ def build(
     head: LinearHead | None = None,
     *,
     normalize: bool = True,
+    prompt: str | None = None,
     provenance: dict[str, Any] | None = None,
 ) -> IlseSentenceTransformer:
     """Join the parts: backbone, [LayerScaling], encoder, [LinearHead], [Normalize].
@@ -171,12 +172,15 @@ def build(
         scaling: Scales the layers before the encoder.
         head: Linear classifier.
         normalize: Whether embeddings get length 1.
+        prompt: What the head was trained with in front of each text; becomes the default prompt.
         provenance: How the head came to be; mteb and the model card are told.
     """
     parts = {"backbone": backbone, "scaling": scaling, "encoder": encoder, "head": head}
     parts |= {"normalize": Normalize() if normalize else None}
     modules = OrderedDict((name, module) for name, module in parts.items() if module is not None)
     model = IlseSentenceTransformer(modules=modules)
+    if prompt:
+        model.prompts["default"], model.default_prompt_name = prompt, "default"
     model.provenance = provenance or {}
     return model
 

@@ -237,7 +237,8 @@ class FeatureStore:
                     stored = shard.get_tensor("layers")  # memory-mapped: only the rows taken are read
             positions, rows = (torch.tensor(column) for column in zip(*places, strict=True))
             layers[positions] = stored.index_select(0, rows).float()
-        return LayerTable({text: row for row, text in enumerate(distinct)}, layers, self._identity(), self.basis)
+        places_of = {text: row for row, text in enumerate(distinct)}
+        return LayerTable(places_of, layers, self._identity(), self.basis, self.facts["prompt"])
 
     @classmethod
     def problems(cls, folder: Path) -> Iterator[tuple[Path, str]]:
@@ -330,9 +331,9 @@ def store_facts(backbone: LayerTransformer, prompt: str | None = None) -> dict[s
     }
 
 
-def store_digest(backbone: LayerTransformer) -> str:
+def store_digest(backbone: LayerTransformer, prompt: str | None = None) -> str:
     """Identity of what a backbone makes, without a store."""
-    return _digest(store_facts(backbone))
+    return _digest(store_facts(backbone, prompt))
 
 
 def _note(facts: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,14 +35,35 @@ def fill_short(tokenizer: Any, features: dict[str, Any], least: int) -> None:
         if missing and key in features:
             features[key] = nn.functional.pad(features[key].long(), (missing, 0) if left else (0, missing))
     ids, mask = features["input_ids"], features["attention_mask"]
-    filler = next(
-        token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) if token is not None
-    )
+    filler = filler_token(tokenizer)
     for row in (mask.sum(1) < least).nonzero().flatten().tolist():
         tokens = ids[row][mask[row].bool()]
         place = slice(-least, None) if left else slice(least)
         ids[row, place] = torch.cat([tokens.new_full((least - len(tokens),), filler), tokens])
         mask[row, place] = 1
+
+
+def fill_short_flattened(
+    tokenizer: Any, features: dict[str, Any], least: int, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> None:
+    """The same for a flattened batch, which is put together anew if need be.
+
+    Shapes:
+        features["input_ids"]: (1, total), features["cu_seq_lens_q"]: (B + 1)
+    """
+    lengths = features["cu_seq_lens_q"].diff().tolist()
+    if min(lengths, default=least) >= least:
+        return
+    texts = [tokens.tolist() for tokens in features["input_ids"][0].split(lengths)]
+    filler = filler_token(tokenizer)
+    features |= collate([{"input_ids": [filler] * (least - len(tokens)) + tokens} for tokens in texts])
+    features.pop("labels", None)
+
+
+def filler_token(tokenizer: Any) -> int:
+    """A token that says nothing: BOS, or else EOS, or else padding."""
+    tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return int(next(token for token in tokens if token is not None))
 
 
 def adds_first_token(tokenizer: Any) -> bool:

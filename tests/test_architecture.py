@@ -60,7 +60,7 @@ def top(rooms: set[str]) -> set[str]:
 
 def test_the_parser_sees_imports() -> None:
     assert rooms_imported("encoders.graph") == {"encoders.base", "graphs"}
-    assert rooms_imported("backbone") == {"hidden_states", "pooling", "tokens"}
+    assert rooms_imported("backbone") == {"hidden_states", "pooling", "sinks", "tokens"}
     assert "networkx" in outside("graphs")
     lazy = ast.parse("if TYPE_CHECKING:\n import a.b\ndef f():\n  with g():\n   from c import d\n")
     assert set(imported(lazy)) == {"a.b", "c.d"}
@@ -75,7 +75,8 @@ def test_the_parser_sees_imports() -> None:
         ("modules", set()),
         ("tokens", set()),
         ("hidden_states", set()),
-        ("backbone", {"hidden_states", "pooling", "tokens"}),
+        ("sinks", set()),
+        ("backbone", {"hidden_states", "pooling", "sinks", "tokens"}),
         ("scaling", {"modules"}),
         ("heads", {"modules"}),
         *((room, {"graphs", "modules", "encoders"}) for room in TREES if room.startswith("encoders")),

@@ -15,18 +15,16 @@ import torch
 from conftest import BACKBONES, FALLBACK, SENTENCES, TOKENIZERS, make_backbone
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaModel
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithFlattening, LlamaConfig, LlamaModel
 
 from ilse_embed.backbone import (
     POOLINGS,
-    PROBE_TEXTS,
-    SINK_SHARE,
     LayerTransformer,
-    first_token_share,
 )
 from ilse_embed.encoders import MeanOfLayers
 from ilse_embed.hidden_states import find_blocks
 from ilse_embed.pooling import TokenPooler
+from ilse_embed.sinks import PROBE_TEXTS, SINK_SHARE, first_token_share
 from ilse_embed.tokens import adds_first_token
 
 TinyBackbone = Callable[..., Path]
@@ -134,6 +132,29 @@ def test_flattened_batch(tiny_backbone: TinyBackbone, name: str) -> None:
     }
     got, expected = (backbone(features)["layer_embeddings"] for features in (flat, padded))
     assert torch.allclose(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "mean_without_first"])
+@pytest.mark.parametrize("texts", [["", "a", "b c", *TEXTS], TEXTS, [""], ["a", "b"]])
+def test_short_texts_of_a_flattened_batch(
+    tiny_backbone: TinyBackbone, caplog: pytest.LogCaptureFixture, pooling: str, texts: list[str]
+) -> None:
+    """Tokens are put in front of them as in a padded batch, and texts that are cut off are counted."""
+    backbone = LayerTransformer(str(tiny_backbone()), pooling=pooling, max_seq_length=6)
+    with torch.inference_mode():
+        expected = backbone(backbone.preprocess(texts))["layer_embeddings"]
+        truncated, backbone.truncated_texts = backbone.truncated_texts, 0
+        # What FlashAttention, which needs a GPU, would have turned on.
+        backbone.data_collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=True)
+        backbone.can_flatten_inputs, backbone._flatten_position_offset = True, 0
+        features = backbone.preprocess(texts)
+        assert "attention_mask" not in features and len(features["cu_seq_lens_q"]) == len(texts) + 1
+        assert features["cu_seq_lens_q"].diff().min() >= (1 if pooling == "mean" else 2)
+        found = backbone(features)["layer_embeddings"]
+    assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
+    assert backbone.truncated_texts == truncated == sum(len(text) > 10 for text in texts)
+    share = first_token_share(backbone)  # measured on a padded batch all the same
+    assert backbone.can_flatten_inputs and share.shape == (4,)
 
 
 def test_an_encoder_decoder_is_refused_clearly(tmp_path: Path) -> None:

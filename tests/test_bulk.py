@@ -13,8 +13,9 @@ import pytest
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
 
-from ilse_embed import LayerTransformer, bulk, build, build_encoder, load
-from ilse_embed.bulk import BulkJob, TextEmbedder, embed_files, find_files, share_of
+from ilse_embed import LayerTransformer, build, build_encoder, bulk, load
+from ilse_embed.bulk import BulkJob, embed_files, find_files, share_of
+from ilse_embed.embedding import TextEmbedder
 from ilse_embed.tables import TextFile
 
 TEXTS = [f"Text number {number % 70}{' and so on' * (number % 70 % 5)}." for number in range(103)]
@@ -283,7 +284,7 @@ def test_files(tmp_path: Path) -> None:
         tmp_path / "d/b.txt",
     ]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="empty has no file that ends in .txt"):
+    with pytest.raises(FileNotFoundError, match=r"empty has no file that ends in \.txt"):
         find_files([tmp_path / "empty"])
     with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.txt"):
         find_files([tmp_path / "absent.txt"])

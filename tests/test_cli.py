@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import importlib.metadata
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -17,14 +16,13 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-import transformers
 import typer
+from conftest import Ilse, assert_refused
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformerTrainer
 from typer.testing import CliRunner
 
-from ilse_embed import LayerTransformer, LinearHead, build, build_encoder, cli, load, scoring
+from ilse_embed import LayerTransformer, cli, load, scoring
 from ilse_embed import model as model_room
 from ilse_embed.cli import screen
 from ilse_embed.evaluation import model_meta
@@ -34,13 +32,6 @@ from ilse_embed.scoring import trained_score
 from ilse_embed.tasks import load_task
 from ilse_embed.training import train
 
-KINDS = {
-    "card_arrival": "Where is my",
-    "lost_card": "I cannot find my",
-    "top_up": "Please add money to the",
-    "other": "Hm,",
-}
-THINGS = ("card", "old card", "new card", "travel card", "card, the blue one", "🙂 card", "carte dorée", "card!")
 TEXTS = [
     "A ferry, at “seven”.",
     "",
@@ -59,95 +50,6 @@ def _short_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@dataclasses.dataclass
-class Result:
-    code: int
-    out: str
-    error: str
-
-
-Ilse = Callable[..., Result]
-
-
-@pytest.fixture
-def ilse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Ilse]:
-    """The command as the shell starts it, in this process and in a folder of its own."""
-    monkeypatch.setenv("ILSE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ILSE_DEBUG", raising=False)
-    names = (None, "sentence_transformers", "mteb", "datasets", "httpx")
-    levels = {name: logging.getLogger(name).level for name in names}
-    handlers, verbosity = list(logging.getLogger().handlers), transformers.logging.get_verbosity()
-
-    def run(*arguments: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["ilse", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code: Any = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        out, error = capsys.readouterr()
-        return Result(code, out, error)
-
-    yield run
-    logging.getLogger().handlers[:] = handlers
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-    transformers.logging.set_verbosity(verbosity)
-    transformers.logging.enable_progress_bar()
-
-
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """STSBenchmark and Banking77Classification as the real mirror has them, with made-up rows."""
-    root = tmp_path_factory.mktemp("mirror")
-
-    def put(task: str, split: str, rows: list[dict[str, Any]]) -> None:
-        (root / task).mkdir(exist_ok=True)
-        parquet.write_table(pa.Table.from_pylist(rows), root / task / f"{split}.parquet")
-
-    for split, times in (("train", 3), ("test", 1)):
-        rows = [
-            {"text": f"{start} {thing} {split} {i}", "label": number, "label_text": label}
-            for number, (label, start) in enumerate(KINDS.items())
-            for thing in THINGS
-            for i in range(times)
-        ]
-        put("Banking77Classification", split, rows)
-    starts = list(KINDS.values())
-    for split, shift in (("train", 0), ("validation", 1), ("test", 2)):
-        put(
-            "STSBenchmark",
-            split,
-            [
-                {"sentence1": f"{a} {one}.", "sentence2": f"{b} {two}{'!' * shift}", "score": score}
-                for i, (a, one) in enumerate((a, one) for a in starts for one in THINGS)
-                for b, two in ((starts[(i + shift) % 4], THINGS[(i * 3) % 8]),)
-                for score in (5.0 * (a == b) * 0.5 + 2.5 * (one == two),)
-            ],
-        )
-    return root
-
-
-@pytest.fixture(scope="module")
-def model(tiny_backbone: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model that was not trained, with a classifier."""
-    torch.manual_seed(0)
-    backbone = LayerTransformer(str(tiny_backbone()), max_seq_length=64)
-    folder = tmp_path_factory.mktemp("models") / "untrained"
-    build(backbone, build_encoder("cayley", 4, 32, hidden=12), head=LinearHead(12, list(KINDS))).save(str(folder))
-    return folder
-
-
-def assert_refused(result: Result, message: str) -> None:
-    """Exit code 1 and one message, of one line, without a traceback."""
-    assert result.code == 1, result
-    assert "Traceback" not in result.error + result.out
-    errors = [line for line in result.error.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and message in errors[0], result
 
 
 # ---------------------------------------------------------------------------------------------- train, evaluate, encode

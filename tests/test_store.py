@@ -15,8 +15,7 @@ import torch
 from conftest import SENTENCES
 from safetensors.torch import save_file
 
-from ilse_embed import LayerScaling, LayerTransformer
-from ilse_embed import extraction
+from ilse_embed import LayerScaling, LayerTransformer, extraction
 from ilse_embed.batches import batches_of, token_lengths
 from ilse_embed.extraction import Plan, extract, fill
 from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
@@ -159,7 +158,7 @@ def test_cached_layers(backbone: LayerTransformer, tmp_path: Path) -> None:
     cached = CachedLayers(table, backbone)
     features = cached(cached.preprocess([TEXTS[3], TEXTS[0], TEXTS[3]]))
     assert torch.equal(features["layer_embeddings"], table.layers[[3, 0, 3]])
-    with pytest.raises(ValueError, match="know no prompt; got 'query: '"):
+    with pytest.raises(ValueError, match="were extracted with the prompt None; got 'query: '"):
         cached.preprocess(["known"], prompt="query: ")
     assert not cached.state_dict() and not list(cached.parameters())  # neither table nor backbone is in a checkpoint
     cached.save(str(tmp_path))
@@ -265,7 +264,7 @@ def test_what_float16_cannot_hold(tiny_backbone: Callable[..., Path], tmp_path: 
     backbone = LayerTransformer(str(tiny_backbone()))
     backbone.model.get_input_embeddings().weight.data *= 1e8
     with pytest.raises(
-        FloatingPointError, match="layer 0 of .*'any text'; extract with a store in bfloat16 or float32"
+        FloatingPointError, match=r"layer 0 of .*'any text'; extract with a store in bfloat16 or float32"
     ):
         extract(backbone, ["any text"], FeatureStore.for_backbone(tmp_path, backbone, dtype="float16"))
     assert extract(backbone, ["any text"], FeatureStore.for_backbone(tmp_path, backbone, dtype="bfloat16"))
@@ -277,8 +276,12 @@ def test_a_prompt(tiny_backbone: Callable[..., Path], tmp_path: Path, include_pr
     store = FeatureStore.for_backbone(tmp_path, backbone, prompt="query: ")
     with torch.inference_mode():
         expected = backbone(backbone.preprocess(list(SENTENCES), prompt="query: "))["layer_embeddings"]
-    found = extract(backbone, SENTENCES, store).select(SENTENCES)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    table = extract(backbone, SENTENCES, store)
+    torch.testing.assert_close(table.select(SENTENCES), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(extract(backbone, SENTENCES, prompt="query: ").layers, table.layers)
+    assert CachedLayers(table).preprocess([SENTENCES[1]], prompt="query: ")["input_ids"].tolist() == [[1]]
+    with pytest.raises(ValueError, match=r"prompt is 'other'; the store .* is for 'query: '"):
+        extract(backbone, SENTENCES, store, prompt="other")
     assert len(FeatureStore.for_backbone(tmp_path, backbone)) == 0  # without a prompt is another store
 
 
@@ -457,7 +460,7 @@ def test_every_flipped_byte_is_found(backbone: LayerTransformer, tmp_path: Path,
         damaged[rng.integers(len(sound))] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         assert path in [found for found, _ in FeatureStore.problems(store.folder)], number
-        with pytest.raises((OSError, KeyError), match="extract again|extract it first"):
+        with pytest.raises((OSError, KeyError), match=r"extract again|extract it first"):
             FeatureStore.open(store.folder).table(TEXTS[:16])
         path.write_bytes(sound)
 

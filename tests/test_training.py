@@ -20,10 +20,11 @@ from torch.nn import functional
 
 from ilse_embed import CayleyGNN, LinearHead, build, training
 from ilse_embed.features import CachedLayers, LayerTable
+from ilse_embed.objectives import CosineToScore
 from ilse_embed.recipes import Recipe
 from ilse_embed.scoring import trained_score
 from ilse_embed.tasks import Labelled, Pairs, Task
-from ilse_embed.training import CosineToScore, TrainedHead, initial_parts, train
+from ilse_embed.training import TrainedHead, initial_parts, train
 
 LAYERS, WIDTH, LABELS = 4, 8, ["grün", "no way", "rot\n", "😀 blau"]
 SMALL = Recipe(hidden=16, epochs=6, batch_size=16, learning_rate=1e-2, dropout=0.1)

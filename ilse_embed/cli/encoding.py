@@ -12,6 +12,7 @@ from ilse_embed.cli.options import (
     EngineOption,
     JsonOption,
     MovedBackboneOption,
+    PromptOption,
     WorkersOption,
     backbone_path,
     is_ray,
@@ -35,7 +36,7 @@ def encode(
     column: Annotated[str | None, typer.Option(help='Column of the texts; by default "text", or the only one.')] = None,
     id_column: Annotated[str | None, typer.Option(help="Column of identifiers to keep.")] = None,
     keep_texts: Annotated[bool, typer.Option(help="Write the texts beside their embeddings.")] = True,
-    prompt: Annotated[str | None, typer.Option(help="Goes in front of each text.")] = None,
+    prompt: PromptOption = None,
     prompt_name: Annotated[str | None, typer.Option(help="A prompt of the model, by name.")] = None,
     backbone: MovedBackboneOption = None,
     batch_tokens: BatchTokensOption = None,
@@ -56,7 +57,8 @@ def encode(
     """Embed the texts of files."""
     quiet()
     on_ray = is_ray(engine)
-    from ilse_embed.bulk import BulkJob, TextEmbedder, embed_files, find_files, local_device, share_of, write_embeddings
+    from ilse_embed.bulk import BulkJob, embed_files, find_files, local_device, share_of, write_embeddings
+    from ilse_embed.embedding import TextEmbedder
     from ilse_embed.model import load
     from ilse_embed.tables import SUFFIXES, TextFile, read_texts
 

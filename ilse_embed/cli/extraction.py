@@ -14,6 +14,7 @@ from ilse_embed.cli.options import (
     DataDirOption,
     EngineOption,
     JsonOption,
+    PromptOption,
     StoreDtypeOption,
     WorkersOption,
     backbone_path,
@@ -38,7 +39,7 @@ def extract(
     max_seq_length: Annotated[
         int | None, typer.Option(help="Longest text in tokens; by default the model's, at most 2048.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Goes in front of each text.")] = None,
+    prompt: PromptOption = None,
     store_dtype: StoreDtypeOption = "float32",
     backbone_dtype: Annotated[
         str | None, typer.Option(help="Of the backbone; by default float32 without a GPU, else the checkpoint's.")

@@ -33,6 +33,7 @@ StoreDtypeOption = Annotated[
 CompressOption = Annotated[
     int | None, typer.Option(help="Store layers in so many dimensions (PCA); undone in the trained encoder.")
 ]
+PromptOption = Annotated[str | None, typer.Option(help="Goes in front of each text.")]
 BatchTokensOption = Annotated[
     int | None, typer.Option(help="Padded tokens in a batch; by default 2048 on a CPU, 16384 on a GPU.", min=1)
 ]

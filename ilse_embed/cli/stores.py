@@ -29,7 +29,7 @@ def list_stores(root: RootArgument) -> None:
             shape = " x ".join(map(str, store.shape)) + (" (compressed)" if store.facts["compress"] else "")
             table.add_row(plain(folder.name), f"{len(store):,}", shape, store.facts["dtype"], size)
         except OSError:
-            table.add_row(plain(folder.name), "damaged: ilse store verify", "", "", size)
+            table.add_row(plain(folder.name), "damaged", "", "", size)
     console.print(table)
 
 

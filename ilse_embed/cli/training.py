@@ -13,6 +13,7 @@ from ilse_embed.cli.options import (
     CompressOption,
     DataDirOption,
     JsonOption,
+    PromptOption,
     StoreDtypeOption,
     StoreOption,
     backbone_path,
@@ -30,6 +31,7 @@ def train(
     encoder: Annotated[str, typer.Option(help="cayley, set, mean or layer.")] = "cayley",
     recipe: Annotated[str, typer.Option(help=f"{' or '.join(RECIPES)}; the options below change it.")] = "default",
     data_dir: DataDirOption = None,
+    prompt: PromptOption = None,
     store: StoreOption = None,
     store_dtype: StoreDtypeOption = "float32",
     compress: CompressOption = None,
@@ -70,7 +72,8 @@ def train(
     shape = (model.num_layers, compress or model.get_embedding_dimension())
     # What cannot be trained ends here, before anything is written.
     initial_parts(data, shape, encoder, chosen, encoder_args=encoder_args, compressed=compress is not None)
-    features = FeatureStore.for_backbone(store or cache_dir() / "features", model, dtype=store_dtype, compress=compress)
+    root = store or cache_dir() / "features"
+    features = FeatureStore.for_backbone(root, model, dtype=store_dtype, prompt=prompt, compress=compress)
     console.print(f"Backbone {plain(model.backbone)}: {model.num_layers} layers, pooling {model.pooling}")
     with TokenProgress("Extracting", "texts") as update:
         table = extract(model, data.texts(), features, progress=update)
