@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ilse_embed.bulk import BulkJob, BulkResult, Chunk, ChunkEmbedder
@@ -131,6 +133,10 @@ def embed_files_on(
         batch_tokens: Padded tokens in a batch.
         progress: Called after each part with (texts done, tokens done).
     """
+    started = time.perf_counter()
+    files = tuple(replace(file, path=file.path.absolute()) for file in job.files)  # a worker stands somewhere else
+    job = replace(job, files=files, output=job.output.absolute())
+    model, backbone = _absolute(model), None if backbone is None else _absolute(backbone)
     chunks = [chunk for chunk, _ in job.chunks()]
     missing = [chunk for chunk in chunks if not job.is_done(chunk)]
     done = sum(chunk.texts for chunk in chunks) - sum(chunk.texts for chunk in missing)
@@ -144,20 +150,26 @@ def embed_files_on(
         raise OSError(
             f"{len(lost)} parts are not in {job.output}, though workers made them; all must write to one disk"
         )
-    return BulkResult(done, embedded, tokens, len(chunks), 0.0)
+    return BulkResult(done, embedded, tokens, len(chunks), time.perf_counter() - started)
+
+
+def _absolute(name: str) -> str:
+    """A folder from the root on; the name of a model on the hub as it is."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 @dataclass(frozen=True)
 class _MakeShardExtractor:
     source: BackboneSource
-    store: FeatureStore
+    folder: Path
     batch_tokens: int | None
 
     def __call__(self) -> Callable[[dict[str, Any]], list[int]]:
         backbone = self.source.load()
-        store = FeatureStore.for_backbone(self.store.folder.parent, backbone, **self.store.options)
-        if store.folder != self.store.folder:
-            raise ValueError(f"this worker's backbone makes {store.folder.name}, not {self.store.folder.name}")
+        options = FeatureStore.open(self.folder).options
+        store = FeatureStore.for_backbone(self.folder.parent, backbone, **options)
+        if store.folder != self.folder:
+            raise ValueError(f"this worker's backbone makes {store.folder.name}, not {self.folder.name}")
         extractor = LayerExtractor(backbone, batch_tokens=self.batch_tokens, prompt=store.facts["prompt"])
 
         def call(item: dict[str, Any]) -> list[int]:
@@ -201,7 +213,8 @@ def fill_on(
         else:
             items.append({"number": first + number, "texts": list(shard)})
     tokens = extractor.runner.tokens
-    for new, new_tokens in cluster.map(_MakeShardExtractor(source, store, batch_tokens), items):
+    make = _MakeShardExtractor(replace(source, name=_absolute(source.name)), store.folder.absolute(), batch_tokens)
+    for new, new_tokens in cluster.map(make, items):
         done, tokens = done + new, tokens + new_tokens
         if progress is not None:
             progress(done, len(missing), tokens)

@@ -185,6 +185,8 @@ def test_encode_into_a_folder(
         (("--output", "out", "--shard", "2", "--num-shards", "2"), "shard is 2 of 2; allowed are"),
         (("--output", "a.npy", "--shard", "0", "--num-shards", "2"), "several processes need a folder"),
         (("--output", "a.npy", "--engine", "ray"), "several processes need a folder"),
+        (("--output", "a.npy", "--id-column", "id"), "other columns need a folder"),
+        (("--output", "out", "--engine", "ray", "--shard", "0", "--num-shards", "2"), "divides the work itself"),
         (("--output", "out", "--engine", "spark"), "engine is 'spark'"),
         (("--output", "out", "--id-column", "key"), "has no column 'key'; it has 'id', 'text'"),
         (("--output", "out", "--prompt-name", "qeury"), "prompt_name is 'qeury'; this model has"),

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,6 +69,8 @@ def encode(
     if target.suffix.lower() in (".npy", *SUFFIXES):
         if on_ray or share != (0, 1):
             raise ValueError(f"--output is {target}, one file; several processes need a folder")
+        if id_column is not None or not keep_texts:
+            raise ValueError(f"--output is {target}, one file of texts and embeddings; other columns need a folder")
         if target.suffix not in (".parquet", ".npy"):
             raise ValueError(f"--output is {target}; allowed are a folder, or a name that ends in .parquet or .npy")
         if any(target.exists() and target.samefile(path) for path in paths):
@@ -80,6 +82,10 @@ def encode(
         write_embeddings(target, texts, embeddings)
         return console.print(
             f"{len(texts)} texts -> {plain(str(target))} (width {embeddings.shape[1]})", highlight=False, soft_wrap=True
+        )
+    if on_ray and share != (0, 1):
+        raise ValueError(
+            f"the share is {share[0]} of {share[1]}, but --engine ray divides the work itself; leave it out"
         )
     job = BulkJob(
         tuple(TextFile(path, column, id_column) for path in paths),
@@ -95,28 +101,14 @@ def encode(
         def tell(done: int, tokens: int) -> None:
             update(done, None, tokens)
 
+        options: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": tell}
         if on_ray:
             from ilse_embed.distributed import Cluster, embed_files_on
 
             job.claim(loaded)
-            cluster = Cluster(address, workers)
-            result = embed_files_on(
-                cluster,
-                job,
-                model,
-                moved,
-                batch_tokens=batch_tokens,
-                progress=tell,
-            )
+            result = embed_files_on(Cluster(address, workers), job, model, moved, **options)
         else:
-            result = embed_files(
-                job,
-                loaded,
-                shard=share[0],
-                num_shards=share[1],
-                batch_tokens=batch_tokens,
-                progress=tell,
-            )
+            result = embed_files(job, loaded, shard=share[0], num_shards=share[1], **options)
     console.print(
         f"{result.texts:,} texts in {result.parts} parts, {result.embedded:,} embedded now -> {plain(str(target))}",
         highlight=False,
