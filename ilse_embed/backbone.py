@@ -20,9 +20,9 @@ from ilse_embed.hidden_states import find_blocks, hooks_open, loaded_commit, wei
 from ilse_embed.pooling import TokenPooler, skipped_tokens
 from ilse_embed.sinks import SINK_SHARE, first_token_share
 from ilse_embed.tokens import (
+    FillShort,
     adds_first_token,
     fill_short,
-    fill_short_flattened,
     put_bos_in_front,
     set_pad_token,
     tokenizer_digest,
@@ -180,12 +180,10 @@ class LayerTransformer(Transformer):
         """
         inputs = [valid_unicode(text) if isinstance(text, str) else text for text in inputs]
         features: dict[str, Any] = super().preprocess(inputs, prompt, processing_kwargs, **kwargs)
-        least = 1 if self.pooling == "mean" else 2
         if "attention_mask" in features:
-            fill_short(self.tokenizer, features, least)
+            fill_short(self.tokenizer, features, self._least_tokens())
             lengths = features["attention_mask"].sum(1)
         elif "cu_seq_lens_q" in features:
-            fill_short_flattened(self.tokenizer, features, least, self._flatten)
             lengths = features["cu_seq_lens_q"].diff()
         else:  # no texts
             return features
@@ -303,10 +301,14 @@ class LayerTransformer(Transformer):
         """Tokens of the prompt; a space at its end is left to the text, whose first token takes it in."""
         return super()._get_prompt_length(prompt.rstrip(" "), **kwargs)
 
-    def _flatten(self, texts: list[dict[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = self.data_collator(texts)
-        batch["position_ids"] = batch["position_ids"] + self._flatten_position_offset
-        return batch
+    def _can_flatten_inputs(self) -> bool:
+        can = bool(super()._can_flatten_inputs())
+        if can:
+            self.data_collator = FillShort(self.data_collator, self.tokenizer, self._least_tokens)
+        return can
+
+    def _least_tokens(self) -> int:
+        return 1 if self.pooling == "mean" else 2
 
     def _report_truncation(self, inputs: Sequence[Any], prompt: str | None, lengths: Tensor) -> None:
         limit = self.tokenizer.model_max_length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,21 +44,25 @@ def fill_short(tokenizer: Any, features: dict[str, Any], least: int) -> None:
         mask[row, place] = 1
 
 
-def fill_short_flattened(
-    tokenizer: Any, features: dict[str, Any], least: int, collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-) -> None:
-    """The same for a flattened batch, which is put together anew if need be.
+@dataclass
+class FillShort:
+    """Does the same before texts are flattened into one row; a flattening collator drops texts without tokens.
 
-    Shapes:
-        features["input_ids"]: (1, total), features["cu_seq_lens_q"]: (B + 1)
+    Attributes:
+        collate: Lists of tokens -> a flattened batch.
+        tokenizer: Has the token that is put in front.
+        least: Gives the fewest tokens of a text.
     """
-    lengths = features["cu_seq_lens_q"].diff().tolist()
-    if min(lengths, default=least) >= least:
-        return
-    texts = [tokens.tolist() for tokens in features["input_ids"][0].split(lengths)]
-    filler = filler_token(tokenizer)
-    features |= collate([{"input_ids": [filler] * (least - len(tokens)) + tokens} for tokens in texts])
-    features.pop("labels", None)
+
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    tokenizer: Any
+    least: Callable[[], int]
+
+    def __call__(self, texts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate."""
+        filler, least = filler_token(self.tokenizer), self.least()
+        filled = [[filler] * (least - len(text["input_ids"])) + list(text["input_ids"]) for text in texts]
+        return self.collate([{"input_ids": tokens} for tokens in filled])
 
 
 def filler_token(tokenizer: Any) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import BACKBONES, FALLBACK, SENTENCES, TOKENIZERS, make_backbone
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, DataCollatorWithFlattening, LlamaConfig, LlamaModel
 
@@ -137,7 +138,7 @@ def test_flattened_batch(tiny_backbone: TinyBackbone, name: str) -> None:
 @pytest.mark.parametrize("pooling", ["mean", "mean_without_first"])
 @pytest.mark.parametrize("texts", [["", "a", "b c", *TEXTS], TEXTS, [""], ["a", "b"]])
 def test_short_texts_of_a_flattened_batch(
-    tiny_backbone: TinyBackbone, caplog: pytest.LogCaptureFixture, pooling: str, texts: list[str]
+    tiny_backbone: TinyBackbone, monkeypatch: pytest.MonkeyPatch, pooling: str, texts: list[str]
 ) -> None:
     """Tokens are put in front of them as in a padded batch, and texts that are cut off are counted."""
     backbone = LayerTransformer(str(tiny_backbone()), pooling=pooling, max_seq_length=6)
@@ -145,8 +146,10 @@ def test_short_texts_of_a_flattened_batch(
         expected = backbone(backbone.preprocess(texts))["layer_embeddings"]
         truncated, backbone.truncated_texts = backbone.truncated_texts, 0
         # What FlashAttention, which needs a GPU, would have turned on.
-        backbone.data_collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=True)
-        backbone.can_flatten_inputs, backbone._flatten_position_offset = True, 0
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=True)
+        monkeypatch.setattr(Transformer, "_can_flatten_inputs", lambda self: True)
+        backbone.data_collator, backbone._flatten_position_offset = collator, 0
+        backbone.unpad_inputs = True
         features = backbone.preprocess(texts)
         assert "attention_mask" not in features and len(features["cu_seq_lens_q"]) == len(texts) + 1
         assert features["cu_seq_lens_q"].diff().min() >= (1 if pooling == "mean" else 2)

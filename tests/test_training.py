@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ilse_embed import CayleyGNN, LinearHead, build, training
+from ilse_embed import CayleyGNN, LinearHead, build, objectives, training
 from ilse_embed.features import CachedLayers, LayerTable
 from ilse_embed.objectives import CosineToScore
 from ilse_embed.recipes import Recipe
@@ -495,7 +495,7 @@ def test_the_objective_by_hand(sts: tuple[Task, LayerTable], loss: str) -> None:
     recipe = SMALL.replace(sts_loss=loss)
     encoder, _ = initial_parts(task, (LAYERS, WIDTH), "set", recipe)
     model = build(CachedLayers(table), encoder).eval()
-    dataset, objective, _, metric = training._objective(model, task, recipe)
+    dataset, objective, _, metric = objectives.objective(model, task, recipe)
     batch = dataset[:24]
     assert batch["sentence1"] == data.sentence1[:24] and metric == "eval_validation_spearman_cosine"
     features = [model.preprocess(batch[column]) for column in ("sentence1", "sentence2")]
@@ -525,7 +525,7 @@ def test_the_classification_objective_by_hand(intents: tuple[Task, LayerTable]) 
     encoder, head = initial_parts(task, (LAYERS, WIDTH), "set", SMALL)
     assert isinstance(head, LinearHead)
     model = build(CachedLayers(table), encoder, head=head).eval()
-    dataset, objective, evaluator, _ = training._objective(model, task, SMALL)
+    dataset, objective, evaluator, _ = objectives.objective(model, task, SMALL)
     batch = dataset[:32]
     value = objective([model.preprocess(batch["text"])], torch.tensor(batch["label"])).item()
     logits = head.linear(encoder.encode_layers(table.select(batch["text"]))).detach().double()

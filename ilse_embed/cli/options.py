@@ -35,7 +35,7 @@ CompressOption = Annotated[
 ]
 PromptOption = Annotated[str | None, typer.Option(help="Goes in front of each text.")]
 BatchTokensOption = Annotated[
-    int | None, typer.Option(help="Padded tokens in a batch; by default 2048 on a CPU, 16384 on a GPU.", min=1)
+    int | None, typer.Option(help="Padded tokens in a batch; by default 1024 on a CPU, 16384 on a GPU.", min=1)
 ]
 EngineOption = Annotated[str, typer.Option(help='"local", or "ray" for a Ray cluster.', rich_help_panel="Cluster")]
 AddressOption = Annotated[
