@@ -147,9 +147,9 @@ def measure_speed(folder: str, name: str, texts: list[str], arguments: argparse.
 
     def timed(*given: Any, **named: Any) -> Any:
         nonlocal inside
-        started = time.perf_counter()
+        started, pooled = time.perf_counter(), pooling
         result = original(*given, **named)
-        inside += time.perf_counter() - started - pooling
+        inside += time.perf_counter() - started - (pooling - pooled)
         return result
 
     pooling = 0.0

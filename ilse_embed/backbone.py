@@ -304,7 +304,7 @@ class LayerTransformer(Transformer):
     def _can_flatten_inputs(self) -> bool:
         can = bool(super()._can_flatten_inputs())
         if can:
-            self.data_collator = FillShort(self.data_collator, self.tokenizer, self._least_tokens)
+            self.data_collator: Any = FillShort(self.data_collator, self.tokenizer, self._least_tokens)
         return can
 
     def _least_tokens(self) -> int:

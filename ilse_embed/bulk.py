@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 from sentence_transformers import SentenceTransformer
@@ -84,11 +83,11 @@ class BulkJob:
         Raises:
             ValueError: If it is for something else: another model, other texts, another division into parts.
         """
-        columns = {(file.column, file.id_column) for file in self.files}
+        columns = {(file.settled().column, file.id_column) for file in self.files}
         settings = {
             "model": model_revision(model),
             "width": model.get_embedding_dimension(),
-            "files": [[file.path.name, file.path.stat().st_size] for file in self.files],
+            "files": [file.path.name for file in self.files],
             "columns": sorted(map(list, columns), key=str),
             "chunk_texts": self.chunk_texts,
             "keep_texts": self.keep_texts,
@@ -105,7 +104,7 @@ class BulkJob:
         """
         number = 0
         for file_number, file in enumerate(self.files):
-            records, start, row = file.records(), 0, 0
+            records, start, row = file.records(may_be_empty=True), 0, 0
             while gathered := list(islice(records, self.chunk_texts)):
                 yield Chunk(number, file_number, start, row, len(gathered), _digest(gathered)), gathered
                 number, start, row = number + 1, gathered[-1].end, row + len(gathered)
@@ -142,7 +141,7 @@ class BulkJob:
         except (arrow.ArrowException, OSError) as error:
             raise OSError(f"{path} is damaged ({error}); delete it and run again") from error
         if digest != chunk.digest or metadata.num_rows != chunk.texts:
-            raise ValueError(f"{path} has other texts than {self.files[chunk.file].path}; take a new output folder")
+            raise ValueError(f"{path} has other texts than {self.files[chunk.file].path}; delete it to embed them anew")
         return True
 
     def write(self, chunk: Chunk, records: Sequence[Record], embeddings: NDArray[np.float32]) -> None:
@@ -265,12 +264,6 @@ def share_of(shard: int | None, num_shards: int | None, environment: Mapping[str
     if not 0 <= shard < num_shards:
         raise ValueError(f"shard is {shard} of {num_shards}; allowed are 0 to num_shards - 1")
     return shard, num_shards
-
-
-def local_device() -> str | None:
-    """The GPU of this process where a launcher starts one for each (LOCAL_RANK); None leaves it to the library."""
-    number = int(os.environ.get("LOCAL_RANK", -1))
-    return f"cuda:{number}" if 0 <= number < torch.cuda.device_count() else None
 
 
 def find_files(places: Sequence[Path]) -> list[Path]:

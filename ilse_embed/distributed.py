@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ilse_embed.bulk import BulkJob, BulkResult, Chunk, ChunkEmbedder
 from ilse_embed.extraction import BackboneSource, LayerExtractor, Progress, fit_basis, shards_of
@@ -31,7 +34,7 @@ class Cluster:
 
     Attributes:
         address: Of a running Ray cluster; None takes RAY_ADDRESS, or else starts one on this machine.
-        workers: Actors, each with a model of its own; None takes one for each GPU of the cluster, or one without GPUs.
+        workers: Actors, each with a model of its own; None takes one for each GPU, or without GPUs for each node.
     """
 
     address: str | None = None
@@ -49,7 +52,7 @@ class Cluster:
 
         Raises:
             ImportError: If Ray is not installed.
-            RuntimeError: If the callable failed.
+            ChildProcessError: If the callable failed.
         """
         try:
             import ray as library
@@ -67,8 +70,10 @@ class Cluster:
         try:
             resources = ray.cluster_resources()
             gpus = int(resources.get("GPU", 0))
-            workers = min(len(rows), self.workers or gpus or 1)
-            share = {"num_gpus": 1} if gpus else {"num_cpus": max(1, int(resources.get("CPU", 1)) // workers)}
+            cores = [int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]]
+            workers = min(len(rows), self.workers or gpus or len(cores))
+            on_a_node = math.ceil(workers / len(cores))
+            share = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(cores) // on_a_node)}
             context = ray.data.DataContext.get_current()
             context.enable_progress_bars = False
             dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
@@ -81,7 +86,7 @@ class Cluster:
             for row in dataset.iter_rows():
                 yield json.loads(row["result"])
         except ray.exceptions.RayError as error:
-            raise RuntimeError(f"a worker failed: {error}") from error
+            raise ChildProcessError(f"a worker failed: {error}") from error
         finally:
             if owner:
                 ray.shutdown()
@@ -102,10 +107,13 @@ class _MakeChunkEmbedder:
     job: BulkJob
     model: str
     backbone: str | None
+    dtype: torch.dtype
     batch_tokens: int | None
 
     def __call__(self) -> Callable[[dict[str, Any]], list[int]]:
-        do = ChunkEmbedder(self.job, load(self.model, self.backbone), self.batch_tokens)
+        model = load(self.model, self.backbone, model_kwargs={"dtype": self.dtype})
+        self.job.claim(model)  # or this worker has another model under that name
+        do = ChunkEmbedder(self.job, model, self.batch_tokens)
 
         def call(item: dict[str, Any]) -> list[int]:
             before = do.embed.runner.tokens
@@ -120,6 +128,7 @@ def embed_files_on(
     model: str,
     backbone: str | None = None,
     *,
+    dtype: torch.dtype,
     batch_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> BulkResult:
@@ -130,18 +139,20 @@ def embed_files_on(
         job: What to do; its folder was claimed.
         model: Folder or hub name of the model.
         backbone: Where its backbone is, if not where the artifact says.
+        dtype: Of the backbone, as in the model that the folder was claimed with.
         batch_tokens: Padded tokens in a batch.
         progress: Called after each part with (texts done, tokens done).
     """
     started = time.perf_counter()
-    files = tuple(replace(file, path=file.path.absolute()) for file in job.files)  # a worker stands somewhere else
+    # A worker stands somewhere else, and sees the first row of its chunk but not that of the file.
+    files = tuple(replace(file.settled(), path=file.path.absolute()) for file in job.files)
     job = replace(job, files=files, output=job.output.absolute())
     model, backbone = _absolute(model), None if backbone is None else _absolute(backbone)
     chunks = [chunk for chunk, _ in job.chunks()]
     missing = [chunk for chunk in chunks if not job.is_done(chunk)]
     done = sum(chunk.texts for chunk in chunks) - sum(chunk.texts for chunk in missing)
     embedded = tokens = 0
-    make = _MakeChunkEmbedder(job, model, backbone, batch_tokens)
+    make = _MakeChunkEmbedder(job, model, backbone, dtype, batch_tokens)
     for texts, new, new_tokens in cluster.map(make, [asdict(chunk) for chunk in missing]):
         done, embedded, tokens = done + texts, embedded + new, tokens + new_tokens
         if progress is not None:
@@ -174,7 +185,9 @@ class _MakeShardExtractor:
 
         def call(item: dict[str, Any]) -> list[int]:
             before = extractor.runner.tokens
-            if not any(store.folder.glob(f"{item['number']:06d}-*")):
+            if any(store.folder.glob(f"{item['number']:06d}-*")):  # of an actor that was killed before it told, perhaps
+                store.refresh()
+            if not all(text in store for text in item["texts"]):
                 store.add(item["texts"], extractor(item["texts"], store), item["number"])
             return [len(item["texts"]), extractor.runner.tokens - before]
 
@@ -213,7 +226,9 @@ def fill_on(
         else:
             items.append({"number": first + number, "texts": list(shard)})
     tokens = extractor.runner.tokens
-    make = _MakeShardExtractor(replace(source, name=_absolute(source.name)), store.folder.absolute(), batch_tokens)
+    dtype = store.facts["model_dtype"]  # a worker with a GPU might take another one by itself
+    source = replace(source, name=_absolute(source.name), dtype=dtype)
+    make = _MakeShardExtractor(source, store.folder.absolute(), batch_tokens)
     for new, new_tokens in cluster.map(make, items):
         done, tokens = done + new, tokens + new_tokens
         if progress is not None:

@@ -70,7 +70,7 @@ class TextEmbedder:
         done = 0
         embeddings = np.empty((len(distinct), self.model.get_embedding_dimension() or 0), np.float32)
         for rows, batch in self.runner(distinct):
-            embeddings[rows] = batch.numpy()
+            embeddings[rows] = batch[:, : embeddings.shape[1]].numpy()  # truncate_dim
             if not np.isfinite(embeddings[rows]).all():
                 wrong = next(row for row in rows if not np.isfinite(embeddings[row]).all())
                 raise FloatingPointError(

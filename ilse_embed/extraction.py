@@ -5,7 +5,7 @@ Letters: ``n`` texts, ``L`` layers, ``d`` backbone width.
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ilse_embed.batches import BatchRunner, token_lengths
 from ilse_embed.features import LayerTable
-from ilse_embed.store import DTYPES, FeatureStore, store_digest
+from ilse_embed.store import FeatureStore, dtype_of, store_digest, store_facts
 
 if TYPE_CHECKING:
     from ilse_embed.backbone import LayerTransformer
@@ -28,6 +28,9 @@ SHARD_TEXTS = 1024
 
 SAMPLE_SHARDS = 2
 """Shards on which a compression is fitted: the first ones."""
+
+LEAST_SAMPLE = 256
+"""Texts that a compression needs to be fitted on."""
 
 Progress = Callable[[int, int, int], None]
 """Called with (texts done, texts in all, tokens done) after each batch."""
@@ -49,21 +52,28 @@ class BackboneSource:
     max_seq_length: int | None = None
     dtype: str | None = None
 
-    def load(self) -> LayerTransformer:
-        """Load it, on a GPU if there is one.
+    def load(self, device: str | None = None) -> LayerTransformer:
+        """Load it.
+
+        Args:
+            device: Where to; by default `default_device`.
 
         Raises:
             ValueError: If an option is not among the allowed ones.
         """
         from ilse_embed.backbone import LayerTransformer
 
-        if self.dtype not in (None, *DTYPES):
-            raise ValueError(f"dtype of the backbone is {self.dtype!r}; allowed are {json.dumps(list(DTYPES))}")
-        model_kwargs = {} if self.dtype is None else {"dtype": DTYPES[self.dtype]}
+        model_kwargs = {} if self.dtype is None else {"dtype": dtype_of(self.dtype)}
         backbone = LayerTransformer(
             self.name, pooling=self.pooling, max_seq_length=self.max_seq_length, model_kwargs=model_kwargs
         )
-        return backbone.to(get_device_name())
+        return backbone.to(device or default_device())
+
+
+def default_device() -> str:
+    """A GPU if there is one; where a launcher starts a process for each (LOCAL_RANK), that of this process."""
+    number, gpus = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    return f"cuda:{int(number) % gpus}" if number and gpus else str(get_device_name())
 
 
 class LayerExtractor:
@@ -143,7 +153,7 @@ class Plan:
         """Tokenize the texts that the store lacks, and count."""
         distinct = list(dict.fromkeys(texts))
         missing = [text for text in distinct if text not in store]
-        tokens = sum(token_lengths(backbone, missing, store.facts["prompt"]))
+        tokens = sum(sum(token_lengths(backbone, shard, store.facts["prompt"])) for shard in shards_of(missing))
         free = shutil.disk_usage(store.folder).free
         return cls(len(distinct), missing, tokens, store.bytes_for(len(missing)), free)
 
@@ -217,9 +227,11 @@ def fill(
         progress: Called after each batch.
 
     Raises:
+        ValueError: If the store is for something else than this backbone, or too few texts for its compression.
         FloatingPointError: If a layer is not finite; nothing of its shard is stored.
         MemoryError: If a single text does not fit into memory.
     """
+    check_store(store, backbone)
     missing = [text for text in dict.fromkeys(texts) if text not in store]
     extractor = LayerExtractor(backbone, batch_tokens=batch_tokens, prompt=store.facts["prompt"])
     tell = _Count(extractor, len(missing), progress)
@@ -228,12 +240,35 @@ def fill(
         store.add(shard, store.pack(sample[number]) if number < len(sample) else extractor(shard, store, tell))
 
 
+def check_store(store: FeatureStore, backbone: LayerTransformer) -> None:
+    """Refuse a store that is for something else than what a backbone makes with its present settings.
+
+    Raises:
+        ValueError: With what differs.
+    """
+    facts = store_facts(backbone, store.facts["prompt"])
+    if other := sorted(key for key, value in facts.items() if store.facts.get(key) != value):
+        raise ValueError(
+            f"{store.folder} is for another backbone or other settings ({', '.join(other)}); take the one of "
+            "FeatureStore.for_backbone"
+        )
+
+
 def fit_basis(
     store: FeatureStore, extractor: LayerExtractor, texts: Sequence[str], tell: Callable[[int], None] | None = None
 ) -> list[Tensor]:
-    """Fit the compression of a store on the first texts, if it has one and it is not fitted; their raw features."""
+    """Fit the compression of a store on the first texts, if it has one and it is not fitted; their raw features.
+
+    Raises:
+        ValueError: If there are too few texts.
+    """
     if store.facts["compress"] is None or store.basis is not None or not texts:
         return []
+    if len(texts) < LEAST_SAMPLE:
+        raise ValueError(
+            f"a compression is fitted on the first texts and needs at least {LEAST_SAMPLE}; got {len(texts)}. Extract "
+            "the large corpus first, or leave compress out"
+        )
     sample = [extractor(shard, tell=tell) for shard in islice(shards_of(texts), SAMPLE_SHARDS)]
     store.fit_basis(torch.cat(sample))
     return sample

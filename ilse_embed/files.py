@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -30,26 +31,35 @@ def claim(folder: Path, settings: Mapping[str, Any], note: str, content: str) ->
     path = folder / note
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.loads(json.dumps(settings))
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if other := sorted(key for key in before | settings if before.get(key) != settings.get(key)):
-            raise ValueError(
-                f"{folder} has {content} of a run with other settings ({', '.join(other)}); take another folder, or "
-                "remove it to start anew"
-            )
-    elif any(not other.name.endswith(".tmp") for other in folder.iterdir() if other.name != note):
-        raise ValueError(f"{folder} is for {content}, but it has other files; take a new one")
-    else:
-        write_atomically(path, json.dumps(settings, indent=2).encode())
+    if not path.is_file():
+        if any(not other.name.endswith(".tmp") for other in folder.iterdir() if other.name != note):
+            raise ValueError(f"{folder} is for {content}, but it has other files; take a new one")
+        write_atomically(path, json.dumps(settings, indent=2).encode(), overwrite=False)
+    before = json.loads(path.read_text(encoding="utf-8"))  # perhaps of another process that was faster
+    if other := sorted(key for key in before | settings if before.get(key) != settings.get(key)):
+        raise ValueError(
+            f"{folder} has {content} of a run with other settings ({', '.join(other)}); take another folder, or "
+            "remove it to start anew"
+        )
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write under another name, flush to the disk, rename: a crash leaves the old file or the new one."""
+def write_atomically(path: Path, content: bytes, *, overwrite: bool = True) -> None:
+    """Write under another name, flush to the disk, rename: a crash leaves the old file or the new one.
+
+    Args:
+        path: The file.
+        content: What it is to hold.
+        overwrite: Whether a file that is there is replaced; else it stays, and of several writers the first one wins.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")  # other machines have pids too
     try:
         temporary.write_bytes(content)
         fsync(temporary)
-        temporary.replace(path)
+        if overwrite:
+            temporary.replace(path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(temporary)
     finally:
         temporary.unlink(missing_ok=True)  # a full disk, say
 

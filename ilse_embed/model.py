@@ -180,7 +180,9 @@ def build(
     modules = OrderedDict((name, module) for name, module in parts.items() if module is not None)
     model = IlseSentenceTransformer(modules=modules)
     if prompt:
-        model.prompts["default"], model.default_prompt_name = prompt, "default"
+        # encode_query and encode_document prefer theirs, empty as they come, to the default.
+        model.prompts |= dict.fromkeys(("default", "query", "document"), prompt)
+        model.default_prompt_name = "default"
     model.provenance = provenance or {}
     return model
 

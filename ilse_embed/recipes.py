@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-MAY_BE_ZERO = ("pre", "post", "steps", "gin_depth", "graph_seed")
+MAY_BE_ZERO = ("pre", "post", "steps", "graph_seed")
 """Whole-number options that are allowed to be 0."""
 
 

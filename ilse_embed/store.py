@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """In what features may be stored."""
 
+
+def dtype_of(name: str) -> torch.dtype:
+    """A dtype by its name.
+
+    Raises:
+        ValueError: If it is not in `DTYPES`.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; allowed are {json.dumps(list(DTYPES))}")
+    return DTYPES[name]
+
+
 NOTE, BASIS = "store.json", "basis.safetensors"
 
 
@@ -39,8 +51,8 @@ class FeatureStore:
 
     A folder with ``store.json``, which tells what made the features, and shards named by the hash of their content. A
     shard is written under another name, flushed and renamed, so a crash leaves whole shards only; a damaged one is
-    named and never served. Shards are memory-mapped, so that a few texts of a large store cost no more than they are;
-    any number of processes may read while others write.
+    named and never served. Shards are memory-mapped: of one whose hash was checked, once in a process, only the rows
+    asked for are read. Any number of processes may read while others write.
 
     Attributes:
         folder: Where the store is.
@@ -80,8 +92,7 @@ class FeatureStore:
             ValueError: If an option is not among the allowed ones.
             OSError: If a file of the store is damaged or none of ours.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; allowed are {json.dumps(list(DTYPES))}")
+        dtype_of(dtype)
         width = backbone.get_embedding_dimension()
         if compress is not None and not 1 <= compress <= width:
             raise ValueError(f"compress is {compress}; allowed are widths from 1 to the backbone's, {width}")
@@ -169,7 +180,8 @@ class FeatureStore:
             layers: (n, L, d)
         """
         if not (self.folder / BASIS).exists():
-            write_atomically(self.folder / BASIS, LayerBasis.fit(layers, self.facts["compress"]).to_bytes())
+            fitted = LayerBasis.fit(layers, self.facts["compress"])
+            write_atomically(self.folder / BASIS, fitted.to_bytes(), overwrite=False)
         self.basis = LayerBasis.load(self.folder / BASIS)
         return self.basis
 
@@ -234,7 +246,7 @@ class FeatureStore:
             with _reading(path):
                 self._verify(path)
                 with safe_open(path, framework="pt") as shard:
-                    stored = shard.get_tensor("layers")  # memory-mapped: only the rows taken are read
+                    stored = shard.get_tensor("layers")  # memory-mapped
             positions, rows = (torch.tensor(column) for column in zip(*places, strict=True))
             layers[positions] = stored.index_select(0, rows).float()
         places_of = {text: row for row, text in enumerate(distinct)}
@@ -263,7 +275,7 @@ class FeatureStore:
     def _take_note(self, path: Path) -> None:
         content = path.read_bytes()
         facts = json.loads(content)
-        if content != _note(facts) or not self.folder.name.endswith(f"-{_digest(facts)}"):
+        if content != _note(facts) or not self.folder.resolve().name.endswith(f"-{_digest(facts)}"):
             raise ValueError("its content is not what its folder's name says")
         self.facts = facts
 
@@ -310,6 +322,7 @@ def stores_below(root: Path) -> list[Path]:
 def remove_store(folder: Path) -> None:
     """Delete a store; the folder stays if there is something else in it."""
     (folder / NOTE).unlink()  # first: what a crash leaves is no store
+    folder = folder.resolve()
     for path in [*folder.glob("*.safetensors"), *folder.glob(".*.tmp")]:
         path.unlink()
     if not any(folder.iterdir()):

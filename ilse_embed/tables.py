@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,39 @@ class TextFile:
     column: str | None = None
     id_column: str | None = None
 
-    def records(self, start: int = 0) -> Iterator[Record]:
+    def settled(self) -> TextFile:
+        """The same with the column named, as the first row decides it."""
+        first = next(stream_rows(self.path, may_be_empty=True), None)
+        return self if first is None else replace(self, column=self._column(first[0]))
+
+    def _column(self, row: Mapping[str, Any]) -> str:
+        return self.column or (next(iter(row)) if len(row) == 1 else "text")
+
+    def records(self, start: int = 0, *, may_be_empty: bool = False) -> Iterator[Record]:
         """Texts from a place on.
+
+        Args:
+            start: A place that a record ended at; 0 is the first row.
+            may_be_empty: Whether a file without rows is one without texts; else it is refused.
 
         Raises:
             FileNotFoundError: If the file is not there.
             ValueError: If there is no such column or a value is no text, and as in `stream_rows`.
         """
-        column = self.column
-        for number, (row, end) in enumerate(stream_rows(self.path, start), 1):
+        column = ""
+        for number, (row, end) in enumerate(stream_rows(self.path, start, may_be_empty=may_be_empty), 1):
             if number == 1:
-                column = column or (next(iter(row)) if len(row) == 1 else "text")
+                column = self._column(row)
                 for name in filter(None, (column, self.id_column)):
                     pick_column(self.path, {key: [] for key in row}, name)
-            text = row.get(str(column))
+            text = row.get(column)
             if not isinstance(text, str):
                 raise ValueError(
                     f"{self.path}: column {column!r} takes texts; row {number} (without the header) has {text!r}; "
                     "correct or remove it"
                 )
-            yield Record(text, None if self.id_column is None else str(row.get(self.id_column)), end)
+            key = None if self.id_column is None else row.get(self.id_column)
+            yield Record(text, None if key is None else str(key), end)
 
 
 def read_texts(path: str | Path, column: str | None = None) -> list[str]:
@@ -89,12 +102,13 @@ def read_table(path: str | Path) -> dict[str, list[Any]]:
     return {column: [row.get(column) for row in rows] for column in dict.fromkeys(key for row in rows for key in row)}
 
 
-def stream_rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+def stream_rows(path: Path, start: int = 0, *, may_be_empty: bool = False) -> Iterator[tuple[dict[str, Any], int]]:
     """Rows of a jsonl, csv, tsv (no quoting) or parquet file; a line of a txt file is a row with the column ``text``.
 
     Args:
         path: The file.
         start: A place that an earlier pass told; 0 is the first row.
+        may_be_empty: Whether a file may have no rows.
 
     Yields:
         A row, and the place behind it: a row number in parquet, a position in bytes else.
@@ -109,7 +123,7 @@ def stream_rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], in
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     rows = {".parquet": _parquet_rows, ".txt": _txt_rows, ".jsonl": _jsonl_rows}.get(suffix, _separated_rows)
-    found = start > 0
+    found = start > 0 or may_be_empty
     lines = _Lines(path)
     try:
         for row in rows(path, lines, start):
@@ -158,7 +172,7 @@ def _separated_rows(path: Path, lines: _Lines, start: int) -> Rows:
         for row in separated(lines.read(), tab=tab):
             yield row, lines.place
         return
-    header = next(_csv_reader(lines.read(), tab=tab))
+    header = next(filter(None, _csv_reader(lines.read(), tab=tab)))
     for row in separated(lines.read(start), tab=tab, header=header):
         yield row, lines.place
 
@@ -199,6 +213,7 @@ def separated(lines: Iterable[str], *, tab: bool, header: list[str] | None = Non
 
 def _csv_reader(lines: Iterable[str], *, tab: bool) -> Iterator[list[str]]:
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {"strict": True}
+    csv.field_size_limit(2**31 - 1)  # a text may be long
     return csv.reader(lines, **options)
 
 

@@ -114,6 +114,21 @@ def test_several_files_without_texts(model: SentenceTransformer, tmp_path: Path)
     assert set(found[0]) == {"file", "row", "embedding"}
 
 
+def test_a_file_that_grew_and_one_without_texts(model: SentenceTransformer, tmp_path: Path) -> None:
+    """Neither costs what is done; only a part whose texts changed has to go."""
+    files = [jsonl(tmp_path / "a.jsonl", []), jsonl(tmp_path / "b.jsonl", TEXTS[:30])]
+    assert embed_files(job(tmp_path / "out", *files), model).embedded == 30
+    jsonl(files[1], TEXTS[:37])
+    again = embed_files(job(tmp_path / "out", *files), model)
+    assert (again.texts, again.embedded) == (37, 7)
+    assert [row["text"] for row in rows(tmp_path / "out")] == TEXTS[:37]
+
+
+def test_truncated_embeddings(saved: Path, tmp_path: Path) -> None:
+    short = load(saved, truncate_dim=5)
+    np.testing.assert_allclose(TextEmbedder(short)(TEXTS), short.encode(TEXTS), atol=1e-6)
+
+
 def test_shares_are_the_whole(model: SentenceTransformer, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", TEXTS)
     results = [
@@ -200,7 +215,7 @@ def test_killed_and_run_again(model: SentenceTransformer, saved: Path, tmp_path:
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     there = len(list((tmp_path / "out").glob("part-*.parquet")))
-    assert there == (4 if at == "embedding" else 3)  # the note of the folder is the first file that is flushed
+    assert there == (3 if at == "flushing" else 4)  # the note of the folder is flushed too, and linked
     result = embed_files(task, model, batch_tokens=60)
     assert (result.texts, result.embedded) == (len(TEXTS), len(TEXTS) - 10 * there)
     embed_files(job(tmp_path / "undisturbed", tmp_path / "a.jsonl"), model, batch_tokens=60)
@@ -211,7 +226,7 @@ def test_killed_and_run_again(model: SentenceTransformer, saved: Path, tmp_path:
     ("change", "words"),
     [
         ("model", "other settings (model)"),
-        ("longer", "other settings (files)"),
+        ("renamed", "other settings (files)"),
         ("chunk_texts", "other settings (chunk_texts)"),
         ("prompt", "other settings (prompt)"),
         ("same size", "part-000001.parquet has other texts than"),
@@ -232,8 +247,8 @@ def test_what_does_not_go_together(
     if change == "model":
         backbone = LayerTransformer(str(tiny_backbone(seed=1)))
         model = build(backbone, build_encoder("set", backbone.num_layers, 32, hidden=12))
-    elif change == "longer":
-        jsonl(file, TEXTS[:31])
+    elif change == "renamed":
+        file = file.rename(tmp_path / "b.jsonl")
     elif change == "chunk_texts":
         options = {"chunk_texts": 11}
     elif change == "prompt":

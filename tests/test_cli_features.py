@@ -96,7 +96,7 @@ def test_extract_options(
         (("{backbone}", "STSBenchmrak"), "mteb has no English task 'STSBenchmrak'"),
         (("{backbone}", "texts.jsonl", "--column", "titel"), "has no column 'titel'; it has 'id', 'text'"),
         (("{backbone}", "texts.jsonl", "--dtype", "int8"), "dtype is 'int8'; allowed are"),
-        (("{backbone}", "texts.jsonl", "--backbone-dtype", "int8"), "dtype of the backbone is 'int8'; allowed are"),
+        (("{backbone}", "texts.jsonl", "--backbone-dtype", "int8"), "dtype is 'int8'; allowed are"),
         (("{backbone}", "texts.jsonl", "--compress", "64"), "compress is 64; allowed are widths from 1 to"),
         (("{backbone}", "texts.jsonl", "--pooling", "max"), "pooling is 'max'; allowed are"),
         (("{backbone}", "texts.jsonl", "--engine", "dask"), 'engine is \'dask\'; allowed are "local" and "ray"'),

@@ -82,7 +82,7 @@ def test_embedding(tiny_backbone: Callable[..., Path], killing: KillingCluster, 
     model = load(folder)
     task.claim(model)
     told: list[tuple[int, int]] = []
-    result = embed_files_on(killing, task, str(folder), progress=lambda *done: told.append(done))
+    result = embed_files_on(killing, task, str(folder), dtype=torch.float32, progress=lambda *done: told.append(done))
     assert (tmp_path / "actors/killed").exists()
     assert len(list((tmp_path / "actors").glob("actor-*"))) == 3  # two, and one for the one that was lost
     assert (result.texts, result.parts) == (120, 20) and told[-1][0] == 120
@@ -91,7 +91,10 @@ def test_embedding(tiny_backbone: Callable[..., Path], killing: KillingCluster, 
     assert [(row["row"], row["text"]) for row in found] == list(enumerate(TEXTS))
     np.testing.assert_allclose([row["embedding"] for row in found], model.encode(TEXTS), atol=1e-6)
     assert embed_files(task, model).embedded == 0  # the local engine finds all of it done
-    assert embed_files_on(killing, task, str(folder)).embedded == 0
+    assert embed_files_on(killing, task, str(folder), dtype=torch.float32).embedded == 0
+    (tmp_path / "out/part-000003.parquet").unlink()
+    with pytest.raises(ChildProcessError, match=r"(?s)a worker failed: .*of a run with other settings \(model\)"):
+        embed_files_on(Cluster(), task, str(folder), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("compress", [None, 5])
@@ -124,7 +127,7 @@ def test_a_worker_that_fails(tiny_backbone: Callable[..., Path], tmp_path: Path)
     def make() -> Callable[[Any], Any]:
         return lambda item: 1 / item["number"]
 
-    with pytest.raises(RuntimeError, match=r"(?s)a worker failed: .*division by zero"):
+    with pytest.raises(ChildProcessError, match=r"(?s)a worker failed: .*division by zero"):
         list(Cluster().map(make, [{"number": 0}]))
 
 

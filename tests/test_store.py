@@ -326,6 +326,36 @@ def test_compressed(backbone: LayerTransformer, tmp_path: Path, monkeypatch: pyt
     assert set(names[1]) <= set(names[0])
 
 
+def test_a_compression_needs_texts(backbone: LayerTransformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "LEAST_SAMPLE", 21)
+    store, count = FeatureStore.for_backbone(tmp_path, backbone, compress=5), Counter(backbone)
+    with pytest.raises(ValueError, match=r"needs at least 21; got 20\. Extract the large corpus first"):
+        fill(store, backbone, TEXTS[:20])
+    assert count.texts == 0 and store.basis is None
+    fill(store, backbone, TEXTS[:21])
+    fill(store, backbone, TEXTS[21:23])  # appending a few is fine
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"pooling": "mean_without_first"}, "pooling"),
+        ({"max_seq_length": 64}, "max_seq_length"),
+        ({"seed": 1}, "weights"),
+    ],
+)
+def test_a_store_of_something_else(
+    tiny_backbone: Callable[..., Path], backbone: LayerTransformer, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    store = FeatureStore.for_backbone(tmp_path, backbone)
+    change = dict(change)
+    folder = str(tiny_backbone(seed=change.pop("seed", 0)))
+    other = LayerTransformer(folder, **{"pooling": backbone.pooling, "max_seq_length": 96} | change)
+    with pytest.raises(ValueError, match=rf"is for another backbone or other settings \({named}\)"):
+        extract(other, TEXTS, store)
+    assert len(store) == 0
+
+
 def test_plan(backbone: LayerTransformer, tmp_path: Path) -> None:
     store = FeatureStore.for_backbone(tmp_path, backbone)
     fill(store, backbone, TEXTS[:10])
@@ -537,3 +567,20 @@ def test_a_shard_of_the_right_form_under_a_wrong_name(
     save_file({"layers": torch.zeros(1, 4, 32)}, foreign, index_of(filled, [_key(TEXTS[0])]))
     with pytest.raises(OSError, match="not that of its name"):
         serve(tmp_path, backbone)
+
+
+def test_of_two_that_fit_directions_the_first_one_wins(backbone: LayerTransformer, tmp_path: Path) -> None:
+    """Else the shards of one would not fit the directions of the other."""
+    raw = extract(backbone, TEXTS).layers
+    one, other = (FeatureStore.for_backbone(tmp_path, backbone, compress=5) for _ in range(2))
+    first = one.fit_basis(raw[:20])
+    exists = Path.exists
+    try:
+        Path.exists = lambda path, **given: path.name != "basis.safetensors" and exists(path, **given)  # type: ignore
+        second = other.fit_basis(raw[20:])
+    finally:
+        Path.exists = exists  # type: ignore[method-assign]
+    assert second.digest == first.digest
+    for store, texts in ((one, TEXTS[:5]), (other, TEXTS[5:9])):
+        fill(store, backbone, texts)
+    assert len(FeatureStore.open(one.folder).table(TEXTS[:9]).layers) == 9

@@ -54,6 +54,28 @@ def test_line_breaks_in_quotes(tmp_path: Path) -> None:
     assert list(file.records(records[0].end)) == records[1:]
 
 
+def test_what_a_worker_sees(tmp_path: Path) -> None:
+    """From a place in the middle: the header behind blank lines, the column that the first row decides."""
+    path = tmp_path / "a.csv"
+    path.write_text("\n\nid,text\n1,one\n,two\n")
+    records = list(TextFile(path, id_column="id").records())
+    assert list(TextFile(path, id_column="id").records(records[0].end)) == records[1:]
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"sentence": "one"}\n{"sentence": "two", "id": null}\n')
+    file = TextFile(path).settled()
+    first, second = file.records()
+    assert file.column == "sentence" and list(file.records(first.end)) == [second]
+    assert [record.id for record in TextFile(path, "sentence", "id").records(first.end)] == [None]
+    (tmp_path / "empty.jsonl").touch()
+    empty = TextFile(tmp_path / "empty.jsonl")
+    assert empty.settled() == empty and list(empty.records(may_be_empty=True)) == []
+
+
+def test_a_very_long_field(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\n" + "x" * 300_000 + "\n")
+    assert len(read_texts(tmp_path / "a.csv")[0]) == 300_000
+
+
 def test_lines_of_a_large_file_are_not_held(tmp_path: Path) -> None:
     """The first text is there before the fault in the last line is found."""
     path = tmp_path / "a.jsonl"

@@ -52,7 +52,3 @@ def main() -> None:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         errors.print(f"[bold red]error:[/] {plain(str(message))}", highlight=False, soft_wrap=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

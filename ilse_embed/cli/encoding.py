@@ -8,6 +8,7 @@ import typer
 
 from ilse_embed.cli.options import (
     AddressOption,
+    BackboneDtypeOption,
     BatchTokensOption,
     EngineOption,
     JsonOption,
@@ -39,6 +40,7 @@ def encode(
     prompt: PromptOption = None,
     prompt_name: Annotated[str | None, typer.Option(help="A prompt of the model, by name.")] = None,
     backbone: MovedBackboneOption = None,
+    backbone_dtype: BackboneDtypeOption = None,
     batch_tokens: BatchTokensOption = None,
     chunk_texts: Annotated[int, typer.Option(help="Texts in a part.", min=1)] = 8192,
     shard: Annotated[
@@ -57,15 +59,23 @@ def encode(
     """Embed the texts of files."""
     quiet()
     on_ray = is_ray(engine)
-    from ilse_embed.bulk import BulkJob, embed_files, find_files, local_device, share_of, write_embeddings
+    from ilse_embed.bulk import BulkJob, embed_files, find_files, share_of, write_embeddings
     from ilse_embed.embedding import TextEmbedder
+    from ilse_embed.extraction import default_device
     from ilse_embed.model import load
+    from ilse_embed.store import dtype_of
     from ilse_embed.tables import SUFFIXES, TextFile, read_texts
 
     paths = find_files(files)
+    if output is None and paths != files[:1]:
+        raise ValueError("--output is missing; without it one file is embedded, into a file beside it")
     target = output or paths[0].with_suffix(".embeddings.parquet")
     share = share_of(shard, num_shards)
     moved = None if backbone is None else backbone_path(backbone)
+    where: dict[str, Any] = {
+        "device": "cpu" if on_ray else default_device()
+    }  # on Ray the GPU of this machine is for a worker
+    where |= {"model_kwargs": {} if backbone_dtype is None else {"dtype": dtype_of(backbone_dtype)}}
     if target.suffix.lower() in (".npy", *SUFFIXES):
         if on_ray or share != (0, 1):
             raise ValueError(f"--output is {target}, one file; several processes need a folder")
@@ -76,13 +86,16 @@ def encode(
         if any(target.exists() and target.samefile(path) for path in paths):
             raise ValueError(f"--output is {target}, a file of the texts itself; take another name")
         texts = [text for path in paths for text in read_texts(path, column)]
-        embed = TextEmbedder(load(model, moved), batch_tokens=batch_tokens, prompt=prompt, prompt_name=prompt_name)
+        embed = TextEmbedder(
+            load(model, moved, **where), batch_tokens=batch_tokens, prompt=prompt, prompt_name=prompt_name
+        )
         with TokenProgress("Embedding", "texts") as update:
             embeddings = embed(texts, lambda done: update(done, len(texts), embed.runner.tokens))
         write_embeddings(target, texts, embeddings)
-        return console.print(
+        console.print(
             f"{len(texts)} texts -> {plain(str(target))} (width {embeddings.shape[1]})", highlight=False, soft_wrap=True
         )
+        return write_report(json_file, {"texts": len(texts), "tokens": embed.runner.tokens})
     if on_ray and share != (0, 1):
         raise ValueError(
             f"the share is {share[0]} of {share[1]}, but --engine ray divides the work itself; leave it out"
@@ -95,7 +108,7 @@ def encode(
         prompt=prompt,
         prompt_name=prompt_name,
     )
-    loaded = load(model, moved, device=local_device())
+    loaded = load(model, moved, **where)
     with TokenProgress("Embedding", "texts") as update:
 
         def tell(done: int, tokens: int) -> None:
@@ -106,7 +119,8 @@ def encode(
             from ilse_embed.distributed import Cluster, embed_files_on
 
             job.claim(loaded)
-            result = embed_files_on(Cluster(address, workers), job, model, moved, **options)
+            llm: Any = loaded[0].model
+            result = embed_files_on(Cluster(address, workers), job, model, moved, dtype=llm.dtype, **options)
         else:
             result = embed_files(job, loaded, shard=share[0], num_shards=share[1], **options)
     console.print(

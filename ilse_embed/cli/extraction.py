@@ -9,6 +9,7 @@ import typer
 from ilse_embed.cli.options import (
     BACKBONE_HELP,
     AddressOption,
+    BackboneDtypeOption,
     BatchTokensOption,
     CompressOption,
     DataDirOption,
@@ -41,9 +42,7 @@ def extract(
     ] = None,
     prompt: PromptOption = None,
     store_dtype: StoreDtypeOption = "float32",
-    backbone_dtype: Annotated[
-        str | None, typer.Option(help="Of the backbone; by default float32 without a GPU, else the checkpoint's.")
-    ] = None,
+    backbone_dtype: BackboneDtypeOption = None,
     compress: CompressOption = None,
     batch_tokens: BatchTokensOption = None,
     dry_run: Annotated[bool, typer.Option(help="Only tell how much there is to do.")] = False,
@@ -62,13 +61,13 @@ def extract(
 
     texts: dict[str, None] = {}
     for name in sources:
-        if Path(name).suffix.lower() in SUFFIXES or Path(name).exists():
+        if Path(name).suffix.lower() in SUFFIXES or Path(name).is_file():
             for one in column or [None]:  # type: ignore[list-item]
                 texts |= dict.fromkeys(read_texts(name, one))
         else:
             texts |= dict.fromkeys(load_task(name, data_dir).texts())
     source = BackboneSource(backbone_path(backbone), pooling, max_seq_length, backbone_dtype)
-    model = source.load()
+    model = source.load("cpu" if on_ray else None)  # the GPU of this machine is for a worker
     store = FeatureStore.for_backbone(output, model, dtype=store_dtype, prompt=prompt, compress=compress)
     plan = Plan.of(model, texts, store)
     say(

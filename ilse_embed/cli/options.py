@@ -31,7 +31,10 @@ StoreDtypeOption = Annotated[
     str, typer.Option("--dtype", help="In what features are stored: float32, bfloat16 or float16 (half as large).")
 ]
 CompressOption = Annotated[
-    int | None, typer.Option(help="Store layers in so many dimensions (PCA); undone in the trained encoder.")
+    int | None, typer.Option(help="Store layers in so many dimensions (PCA); undone in the trained encoder.", min=1)
+]
+BackboneDtypeOption = Annotated[
+    str | None, typer.Option(help="Of the backbone; by default float32 without a GPU, else the checkpoint's.")
 ]
 PromptOption = Annotated[str | None, typer.Option(help="Goes in front of each text.")]
 BatchTokensOption = Annotated[

@@ -54,10 +54,8 @@ def train(
             raise ValueError(f"--output is {output}, but {place} is a file; it must be a folder, new or there already")
     check_target(output)
     path = backbone_path(backbone)
-    from sentence_transformers.util import get_device_name
-
     from ilse_embed.backbone import LayerTransformer
-    from ilse_embed.extraction import extract
+    from ilse_embed.extraction import default_device, extract, fill
     from ilse_embed.model import build
     from ilse_embed.scoring import trained_score
     from ilse_embed.store import FeatureStore
@@ -68,7 +66,7 @@ def train(
 
     data = load_task(task, data_dir)
     encoder_args = None if layer is None else {"layer": layer}
-    model = LayerTransformer(path, pooling=chosen.pooling).to(get_device_name())
+    model = LayerTransformer(path, pooling=chosen.pooling).to(default_device())
     shape = (model.num_layers, compress or model.get_embedding_dimension())
     # What cannot be trained ends here, before anything is written.
     initial_parts(data, shape, encoder, chosen, encoder_args=encoder_args, compressed=compress is not None)
@@ -76,6 +74,8 @@ def train(
     features = FeatureStore.for_backbone(root, model, dtype=store_dtype, prompt=prompt, compress=compress)
     console.print(f"Backbone {plain(model.backbone)}: {model.num_layers} layers, pooling {model.pooling}")
     with TokenProgress("Extracting", "texts") as update:
+        if compress is not None:  # fitted on training texts alone
+            fill(features, model, data.texts("train"), progress=update)
         table = extract(model, data.texts(), features, progress=update)
     checkpoints = output / ".ilse-checkpoints"
     with Progress("Training", "epochs") as update:

@@ -158,7 +158,7 @@ class FastDropout(nn.Dropout):
             (...) -> (...)
         """
         dropped = round(self.p * 2**16)
-        if not self.training or not dropped or input.is_cuda or dropped == 2**16:
+        if not self.training or not dropped or input.device.type != "cpu" or dropped == 2**16:
             return super().forward(input)
         draws = torch.empty((input.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
         kept = draws.view(torch.int16)[: input.numel()].view(input.shape) >= dropped - 2**15

@@ -56,7 +56,7 @@ class NodeMixing(nn.Module):
             states: (I, B, m), loop: scalar -> (O, B, m)
         """
         flat = states.reshape(len(states), -1)
-        if self.sparse and not flat.is_cuda:
+        if self.sparse and flat.device.type == "cpu":
             weights = self.edge_weights + loop * self.edge_loops
             mixed = nn.functional.embedding_bag(self.source, flat, self.starts, mode="sum", per_sample_weights=weights)
         else:
