@@ -73,7 +73,7 @@ class Cluster:
             cores = [int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]]
             workers = min(len(rows), self.workers or gpus or len(cores))
             on_a_node = math.ceil(workers / len(cores))
-            share = {"num_gpus": 1} if gpus else {"num_cpus": max(1, min(cores) // on_a_node)}
+            share = {"num_gpus": min(1, gpus / workers)} if gpus else {"num_cpus": max(1, min(cores) // on_a_node)}
             context = ray.data.DataContext.get_current()
             context.enable_progress_bars = False
             dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
