@@ -24,7 +24,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from benchmarks.common import this_run, write_result
+from benchmarks.common import read_result, this_run, write_result
 from ilse_embed.backbone import TEXT_ONLY, LayerTransformer
 from ilse_embed.batches import batches_of, token_lengths
 from ilse_embed.embedding import TextEmbedder
@@ -180,7 +180,6 @@ def measure_speed(folder: str, name: str, texts: list[str], arguments: argparse.
         profile = round(1 - inside_sum / total, 4)
     lengths = token_lengths(backbone, chosen)
     return {
-        "task": name,
         "texts": len(chosen),
         "texts_with_all_hidden_states": slow_texts,
         "mean_tokens": round(sum(lengths) / len(lengths), 1),
@@ -285,15 +284,17 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     arguments = parser.parse_args()
     folder = str(smollm2()) if arguments.backbone == "smollm2" else arguments.backbone
-    content: dict[str, Any] = {"run": this_run(), "backbone": Path(folder).name, "threads": torch.get_num_threads()}
-    content["memory"] = None if arguments.no_memory else measure_memory(arguments.device)
-    content["speed"] = []
+    device = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name().replace(" ", "-")
+    result = f"extraction-{Path(folder).name}-{device}"
+    run = {"run": this_run(), "threads": torch.get_num_threads()}
+    content = read_result(result)  # what is not measured now stays
+    if not arguments.no_memory:
+        content["memory"] = run | measure_memory(arguments.device)
     for name in arguments.tasks:
         texts = list(dict.fromkeys(load_task(name, arguments.data_dir).texts("train")))
-        content["speed"].append(measure_speed(folder, name, texts, arguments))
-        print(json.dumps(content["speed"][-1], indent=1), flush=True)
-    device = "cpu" if arguments.device == "cpu" else torch.cuda.get_device_name().replace(" ", "-")
-    print(write_result(f"extraction-{Path(folder).name}-{device}", content))
+        content[name] = run | measure_speed(folder, name, texts, arguments)
+        print(json.dumps(content[name], indent=1), flush=True)
+    print(write_result(result, content))
 
 
 if __name__ == "__main__":
