@@ -17,7 +17,7 @@ demo: $(VENV)/.demo
 	$(BIN)/ilse demo
 
 test: $(VENV)/.test
-	@echo "== The whole test suite: about three minutes on two cores"
+	@echo "== The whole test suite: about five minutes on two cores"
 	$(TESTENV) $(BIN)/python -m pytest
 
 lint: $(VENV)/.dev
