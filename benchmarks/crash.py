@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import this_run, write_result
+from benchmarks.common import read_result, this_run, write_result
 from ilse_embed.store import FeatureStore, stores_below
 from ilse_embed.tasks import load_task
 from ilse_embed.weights import smollm2
@@ -42,34 +42,27 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = str(smollm2()) if arguments.backbone == "smollm2" else arguments.backbone
     draw = random.Random(arguments.seed)
-    texts = list(dict.fromkeys(load_task(arguments.task, arguments.data_dir).texts("train")))[: arguments.texts]
+    texts = load_task(arguments.task, arguments.data_dir).texts("train")
+    texts = list(dict.fromkeys(text.replace("\n", " ") for text in texts))[: arguments.texts]  # a line of the file each
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        (root / "texts.txt").write_text("\n".join(text.replace("\n", " ") for text in texts) + "\n", encoding="utf-8")
+        (root / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
         command = [sys.executable, "-m", "ilse_embed.cli", "extract", folder, str(root / "texts.txt"), "--output"]
         started = time.perf_counter()
         subprocess.run([*command, str(root / "undisturbed")], check=True)
         whole = time.perf_counter() - started
-        rounds, moments = kill(command, root, whole, arguments.kills, draw)
-        found = flip(stores_below(root / "undisturbed")[0], texts, arguments.flips, draw)
-    content: dict[str, Any] = {
-        "run": this_run(),
-        "backbone": Path(folder).name,
-        "texts": len(texts),
-        "seed": arguments.seed,
-        "seconds_undisturbed": round(whole, 1),
-        "kills": len(moments),
-        "seconds_until_the_kill": moments,
-        "rounds": rounds,
-        "identical_rounds": sum(one["identical"] for one in rounds),
-        "flips": found,
-    }
-    print(write_result(f"crash-{Path(folder).name}", content))
+        name = f"crash-{Path(folder).name}"
+        base = {"run": this_run(), "texts": len(texts), "seed": arguments.seed, "seconds_undisturbed": round(whole, 1)}
+        content = read_result(name)  # what is not measured now stays
+        if arguments.kills:
+            content["kills"] = base | kill(command, root, whole, arguments.kills, draw)
+            write_result(name, content)
+        if arguments.flips:
+            content["flips"] = base | flip(stores_below(root / "undisturbed")[0], texts, arguments.flips, draw)
+        print(write_result(name, content))
 
 
-def kill(
-    command: list[str], root: Path, whole: float, kills: int, draw: random.Random
-) -> tuple[list[dict[str, Any]], list[float]]:
+def kill(command: list[str], root: Path, whole: float, kills: int, draw: random.Random) -> dict[str, Any]:
     """Start, kill, start again; compare whenever a run ends by itself, the last time after the last kill."""
     moments: list[float] = []
     rounds: list[dict[str, Any]] = []
@@ -94,7 +87,12 @@ def kill(
         shutil.rmtree(root / "killed")
         killed_in_round = 0
         if len(moments) >= kills:
-            return rounds, moments
+            return {
+                "kills": len(moments),
+                "seconds_until_the_kill": moments,
+                "rounds": rounds,
+                "identical_rounds": sum(one["identical"] for one in rounds),
+            }
 
 
 def contents(root: Path) -> dict[str, bytes]:
