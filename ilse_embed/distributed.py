@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ilse_embed.bulk import BulkJob, BulkResult, Chunk, ChunkEmbedder
-from ilse_embed.extraction import BackboneSource, LayerExtractor, Progress, fit_basis, shards_of
+from ilse_embed.extraction import BackboneSource, LayerExtractor, Progress, begin, fit_basis, shards_of
 from ilse_embed.model import load
 from ilse_embed.store import FeatureStore
 
@@ -215,17 +215,10 @@ def fill_on(
         batch_tokens: Padded tokens in a batch.
         progress: Called after each shard.
     """
-    missing = [text for text in dict.fromkeys(texts) if text not in store]
-    extractor = LayerExtractor(backbone, batch_tokens=batch_tokens, prompt=store.facts["prompt"])
-    sample = fit_basis(store, extractor, missing)
-    first, items, done = store.next_number(), [], 0
-    for number, shard in enumerate(shards_of(missing)):
-        if number < len(sample):
-            store.add(shard, store.pack(sample[number]), first + number)
-            done += len(shard)
-        else:
-            items.append({"number": first + number, "texts": list(shard)})
-    tokens = extractor.runner.tokens
+    extractor, missing = begin(store, backbone, texts, batch_tokens)
+    left = fit_basis(store, extractor, missing)
+    done, tokens = len(missing) - len(left), extractor.runner.tokens
+    items = [{"number": n, "texts": list(shard)} for n, shard in enumerate(shards_of(left), store.next_number())]
     dtype = store.facts["model_dtype"]  # a worker with a GPU might take another one by itself
     source = replace(source, name=_absolute(source.name), dtype=dtype)
     make = _MakeShardExtractor(source, store.folder.absolute(), batch_tokens)

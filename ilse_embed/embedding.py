@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
@@ -71,8 +72,9 @@ class TextEmbedder:
         embeddings = np.empty((len(distinct), self.model.get_embedding_dimension() or 0), np.float32)
         for rows, batch in self.runner(distinct):
             embeddings[rows] = batch[:, : embeddings.shape[1]].numpy()  # truncate_dim
-            if not np.isfinite(embeddings[rows]).all():
-                wrong = next(row for row in rows if not np.isfinite(embeddings[row]).all())
+            finite = torch.isfinite(batch).all(-1)
+            if not finite.all():
+                wrong = rows[int((~finite).nonzero()[0])]
                 raise FloatingPointError(
                     f"the embedding of the text {distinct[wrong][:80]!r} is not finite; load the backbone in bfloat16 "
                     "or float32, not float16"

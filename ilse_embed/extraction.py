@@ -112,13 +112,25 @@ class LayerExtractor:
         shape, dtype = (shape, torch.float32) if store is None else (store.shape, store.dtype)
         gathered = torch.empty(len(texts), *shape, dtype=dtype)
         for rows, layers in self.runner(texts):
-            self._check(layers, [texts[row] for row in rows], "the backbone in bfloat16 or float32, not float16")
-            packed = layers if store is None else store.pack(layers)
-            self._check(packed, [texts[row] for row in rows], "with a store in bfloat16 or float32, not float16")
-            gathered[rows] = packed
+            some = [texts[row] for row in rows]
+            self._check(layers, some, "the backbone in bfloat16 or float32, not float16")
+            gathered[rows] = layers if store is None else self.pack(layers, some, store)
             if tell is not None:
                 tell(len(rows))
         return gathered
+
+    def pack(self, layers: Tensor, texts: Sequence[str], store: FeatureStore) -> Tensor:
+        """Features of some texts as a store has them.
+
+        Shapes:
+            layers: (n, L, d) -> as `FeatureStore.pack`
+
+        Raises:
+            FloatingPointError: If the store's dtype cannot hold a layer.
+        """
+        packed = store.pack(layers)
+        self._check(packed, texts, "with a store in bfloat16 or float32, not float16")
+        return packed
 
     def _check(self, layers: Tensor, texts: Sequence[str], instead: str) -> None:
         finite = torch.isfinite(layers).all(-1)
@@ -231,13 +243,23 @@ def fill(
         FloatingPointError: If a layer is not finite; nothing of its shard is stored.
         MemoryError: If a single text does not fit into memory.
     """
-    check_store(store, backbone)
-    missing = [text for text in dict.fromkeys(texts) if text not in store]
-    extractor = LayerExtractor(backbone, batch_tokens=batch_tokens, prompt=store.facts["prompt"])
+    extractor, missing = begin(store, backbone, texts, batch_tokens)
     tell = _Count(extractor, len(missing), progress)
-    sample = fit_basis(store, extractor, missing, tell)
-    for number, shard in enumerate(shards_of(missing)):
-        store.add(shard, store.pack(sample[number]) if number < len(sample) else extractor(shard, store, tell))
+    for shard in shards_of(fit_basis(store, extractor, missing, tell)):
+        store.add(shard, extractor(shard, store, tell))
+
+
+def begin(
+    store: FeatureStore, backbone: LayerTransformer, texts: Iterable[str], batch_tokens: int | None
+) -> tuple[LayerExtractor, list[str]]:
+    """How every filling of a store begins: what computes its features, and the texts that it lacks.
+
+    Raises:
+        ValueError: If the store is for something else than this backbone.
+    """
+    check_store(store, backbone)
+    extractor = LayerExtractor(backbone, batch_tokens=batch_tokens, prompt=store.facts["prompt"])
+    return extractor, [text for text in dict.fromkeys(texts) if text not in store]
 
 
 def check_store(store: FeatureStore, backbone: LayerTransformer) -> None:
@@ -256,22 +278,27 @@ def check_store(store: FeatureStore, backbone: LayerTransformer) -> None:
 
 def fit_basis(
     store: FeatureStore, extractor: LayerExtractor, texts: Sequence[str], tell: Callable[[int], None] | None = None
-) -> list[Tensor]:
-    """Fit the compression of a store on the first texts, if it has one and it is not fitted; their raw features.
+) -> Sequence[str]:
+    """Fit the compression of a store on the first texts, if it has one and it is not fitted, and store those texts.
+
+    Returns:
+        The texts that are left.
 
     Raises:
         ValueError: If there are too few texts.
     """
     if store.facts["compress"] is None or store.basis is not None or not texts:
-        return []
+        return texts
     if len(texts) < LEAST_SAMPLE:
         raise ValueError(
             f"a compression is fitted on the first texts and needs at least {LEAST_SAMPLE}; got {len(texts)}. Extract "
             "the large corpus first, or leave compress out"
         )
-    sample = [extractor(shard, tell=tell) for shard in islice(shards_of(texts), SAMPLE_SHARDS)]
-    store.fit_basis(torch.cat(sample))
-    return sample
+    sample = [(shard, extractor(shard, tell=tell)) for shard in islice(shards_of(texts), SAMPLE_SHARDS)]
+    store.fit_basis(torch.cat([layers for _, layers in sample]))
+    for shard, layers in sample:
+        store.add(shard, extractor.pack(layers, shard, store))
+    return texts[SAMPLE_SHARDS * SHARD_TEXTS :]
 
 
 def shards_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -16,7 +16,7 @@ from ilse_embed.cli.options import (
     PromptOption,
     WorkersOption,
     backbone_path,
-    is_ray,
+    cluster_of,
 )
 from ilse_embed.cli.screen import TokenProgress, console, plain, quiet, write_report
 
@@ -58,7 +58,7 @@ def encode(
 ) -> None:
     """Embed the texts of files."""
     quiet()
-    on_ray = is_ray(engine)
+    cluster = cluster_of(engine, address, workers)
     from ilse_embed.bulk import BulkJob, embed_files, find_files, share_of, write_embeddings
     from ilse_embed.embedding import TextEmbedder
     from ilse_embed.extraction import default_device
@@ -72,12 +72,11 @@ def encode(
     target = output or paths[0].with_suffix(".embeddings.parquet")
     share = share_of(shard, num_shards)
     moved = None if backbone is None else backbone_path(backbone)
-    where: dict[str, Any] = {
-        "device": "cpu" if on_ray else default_device()
-    }  # on Ray the GPU of this machine is for a worker
+    # On Ray the GPU of this machine is for a worker.
+    where: dict[str, Any] = {"device": default_device() if cluster is None else "cpu"}
     where |= {"model_kwargs": {} if backbone_dtype is None else {"dtype": dtype_of(backbone_dtype)}}
     if target.suffix.lower() in (".npy", *SUFFIXES):
-        if on_ray or share != (0, 1):
+        if cluster is not None or share != (0, 1):
             raise ValueError(f"--output is {target}, one file; several processes need a folder")
         if id_column is not None or not keep_texts:
             raise ValueError(f"--output is {target}, one file of texts and embeddings; other columns need a folder")
@@ -96,7 +95,7 @@ def encode(
             f"{len(texts)} texts -> {plain(str(target))} (width {embeddings.shape[1]})", highlight=False, soft_wrap=True
         )
         return write_report(json_file, {"texts": len(texts), "tokens": embed.runner.tokens})
-    if on_ray and share != (0, 1):
+    if cluster is not None and share != (0, 1):
         raise ValueError(
             f"the share is {share[0]} of {share[1]}, but --engine ray divides the work itself; leave it out"
         )
@@ -115,12 +114,12 @@ def encode(
             update(done, None, tokens)
 
         options: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": tell}
-        if on_ray:
-            from ilse_embed.distributed import Cluster, embed_files_on
+        if cluster is not None:
+            from ilse_embed.distributed import embed_files_on
 
             job.claim(loaded)
             llm: Any = loaded[0].model
-            result = embed_files_on(Cluster(address, workers), job, model, moved, dtype=llm.dtype, **options)
+            result = embed_files_on(cluster, job, model, moved, dtype=llm.dtype, **options)
         else:
             result = embed_files(job, loaded, shard=share[0], num_shards=share[1], **options)
     console.print(

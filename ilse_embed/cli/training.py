@@ -54,8 +54,7 @@ def train(
             raise ValueError(f"--output is {output}, but {place} is a file; it must be a folder, new or there already")
     check_target(output)
     path = backbone_path(backbone)
-    from ilse_embed.backbone import LayerTransformer
-    from ilse_embed.extraction import default_device, extract, fill
+    from ilse_embed.extraction import BackboneSource, extract, fill
     from ilse_embed.model import build
     from ilse_embed.scoring import trained_score
     from ilse_embed.store import FeatureStore
@@ -66,7 +65,7 @@ def train(
 
     data = load_task(task, data_dir)
     encoder_args = None if layer is None else {"layer": layer}
-    model = LayerTransformer(path, pooling=chosen.pooling).to(default_device())
+    model = BackboneSource(path, chosen.pooling).load()
     shape = (model.num_layers, compress or model.get_embedding_dimension())
     # What cannot be trained ends here, before anything is written.
     initial_parts(data, shape, encoder, chosen, encoder_args=encoder_args, compressed=compress is not None)
