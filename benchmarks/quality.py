@@ -18,7 +18,7 @@ from benchmarks.common import read_result, this_run, write_result
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.encoders import LayerEncoder, build_encoder
 from ilse_embed.evaluation import evaluate, local_tasks
-from ilse_embed.extraction import extract
+from ilse_embed.extraction import BackboneSource, extract
 from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
 from ilse_embed.heads import LinearHead
 from ilse_embed.model import build
@@ -65,7 +65,7 @@ class Bench:
     def table(self, pooling: str) -> tuple[LayerTransformer, LayerTable]:
         """Backbone and layer features; one at a time in memory."""
         if pooling not in self.tables:
-            backbone = LayerTransformer(self.folder, pooling=pooling)
+            backbone = BackboneSource(self.folder, pooling).load()
             features = extract(backbone, self.task.texts(), FeatureStore.for_backbone(self.store, backbone))
             self.tables = {pooling: (backbone, features)}
         return self.tables[pooling]

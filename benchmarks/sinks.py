@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks.common import this_run, write_result
-from ilse_embed.backbone import POOLINGS, LayerTransformer
-from ilse_embed.extraction import extract
+from ilse_embed.backbone import POOLINGS
+from ilse_embed.extraction import BackboneSource, extract
 from ilse_embed.features import fit_scaling
 from ilse_embed.scoring import layer_scores
 from ilse_embed.sinks import first_token_share
@@ -35,7 +35,7 @@ def main() -> None:
     forms = {}
     for pooling in POOLINGS:
         try:
-            backbone = LayerTransformer(folder, pooling=pooling)
+            backbone = BackboneSource(folder, pooling).load()
         except ValueError as error:
             forms[pooling] = {"refused": str(error)}
             continue
@@ -55,7 +55,7 @@ def main() -> None:
             "best_layer": {"raw": round(max(raw), 2), "standardised": round(max(scaled), 2)},
         }
         print(name, pooling, {key: value for key, value in forms[pooling].items() if "spearman" not in key}, flush=True)
-    chosen = LayerTransformer(folder).pooling
+    chosen = BackboneSource(folder).load().pooling
     content = {"run": this_run(), "backbone": name, "chosen": chosen, "forms": forms}
     print("sink_aware takes", chosen, "->", write_result(f"sinks-{name}", content))
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers.util import get_device_name
 
 from ilse_embed.artifact import check_target
-from ilse_embed.backbone import LayerTransformer
 from ilse_embed.evaluation import evaluate
-from ilse_embed.extraction import extract
+from ilse_embed.extraction import BackboneSource, extract
 from ilse_embed.features import LayerTable, fit_scaling
 from ilse_embed.model import IlseSentenceTransformer, build, load
 from ilse_embed.recipes import RECIPES, Recipe
@@ -101,7 +99,7 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
     rows: list[Row] = []
     kept: dict[str, TrainedHead] = {}
     for recipe in (RECIPES["paper"], RECIPES["default"]):
-        backbone = LayerTransformer(backbone_path, pooling=recipe.pooling).to(get_device_name())
+        backbone = BackboneSource(backbone_path, recipe.pooling).load()
         say(f"Extracting {backbone.num_layers} layers of {len(texts)} texts ({recipe.name} recipe: {backbone.pooling})")
         before = time.perf_counter()
         table = extract(backbone, texts)
