@@ -51,7 +51,7 @@ def main() -> None:
             "run": this_run(),
             "texts": arguments.texts,
             "seed": arguments.seed,
-            "killed_after_seconds": first["seconds"],
+            "killed_after_seconds": first["seconds"] if first["killed"] else None,
             "parts_at_the_kill": parts_then,
             "runs": [first, second],
             "bytes_out": size,
@@ -76,26 +76,27 @@ def watch(command: list[str], kill_after: float | None = None) -> dict[str, Any]
     """Run, with the memory of the process each second, and its mean over the tenths of the time after the start."""
     started = time.perf_counter()
     running = subprocess.Popen(command)
-    process, memory = psutil.Process(running.pid), []
+    process, memory, killed = psutil.Process(running.pid), [], False
     while running.poll() is None:
         seconds = time.perf_counter() - started
         if kill_after is not None and seconds > kill_after:
             running.kill()
             running.wait()
+            killed = True
             break
         try:
             memory.append((seconds, process.memory_info().rss / 2**20))
         except psutil.NoSuchProcess:
             break
         time.sleep(1)
-    if kill_after is None and running.wait():
+    if running.wait() and not killed:
         raise RuntimeError(f"the run ended with {running.returncode}")
     settled = [size for seconds, size in memory if seconds > 20]
     tenth = max(1, len(settled) // 10)
     tenths = [round(sum(settled[i : i + tenth]) / tenth) for i in range(0, tenth * 10, tenth)] if settled else []
     return {
         "seconds": round(time.perf_counter() - started, 1),
-        "killed": kill_after is not None,
+        "killed": killed,
         "peak_mib": round(max(size for _, size in memory)),
         "mean_mib_by_tenth": tenths,
     }
