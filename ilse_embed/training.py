@@ -124,6 +124,8 @@ def train(
 ) -> TrainedHead:
     """Train an encoder, and for classification a linear head with it.
 
+    An encoder without parameters on a task without a linear head is only scaled and scored.
+
     Args:
         task: Training and validation split; the test split is not read.
         table: Layer features of their texts, pooled as the recipe says.
@@ -168,9 +170,14 @@ def train(
     with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
         folder = Path(temporary) if checkpoints is None else checkpoints
         claim(folder, settings, "settings.json", "checkpoints")
-        state = _fit(model, task, recipe, seed, folder, progress)
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            state = _fit(model, task, recipe, seed, folder, progress)
+            score, epochs = state.best_metric, state.epoch
+        else:
+            _, _, evaluator, metric = objective(model, task, recipe)
+            score, epochs = evaluator(model)[metric.removeprefix("eval_")], 0
     model.cpu().eval()
-    validation = 100 * float(state.best_metric or 0.0)
+    validation = 100 * float(score or 0.0)
     provenance = {
         "task": task.name,
         "training_datasets": [task.name],
@@ -189,7 +196,7 @@ def train(
         fusion,
         head,
         validation=validation,
-        epochs=round(state.epoch or 0),
+        epochs=round(epochs or 0),
         seconds=time.perf_counter() - started,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         provenance=provenance,
@@ -222,7 +229,7 @@ def initial_parts(
 
     Raises:
         ValueError: If the task has no training split or all its scores are equal, the encoder or an option of it is
-            unknown, nothing would be trained, or encoder or recipe cannot do with compressed layers.
+            unknown, or encoder or recipe cannot do with compressed layers.
     """
     for split in ("train", "validation"):
         if split not in task.splits:
@@ -235,10 +242,6 @@ def initial_parts(
         torch.manual_seed(seed)
         fusion = build_encoder(encoder, *shape, **options | (encoder_args or {}))
         head = LinearHead(fusion.get_embedding_dimension(), task.labels) if task.kind == "classification" else None
-    if head is None and not any(parameter.requires_grad for parameter in fusion.parameters()):
-        raise ValueError(
-            f"encoder {encoder!r} has no parameters and the task {task.name} no linear head: nothing to train"
-        )
     if compressed and not (recipe.scaling and fusion.input_weight):
         what = f"encoder {encoder!r} has no linear map of the layers" if recipe.scaling else "the recipe wants raw ones"
         raise ValueError(

@@ -241,7 +241,7 @@ def test_train_into_any_folder(
 def test_train_on_the_quickstart_needs_no_mirror(
     ilse: Ilse, tiny_backbone: Callable[..., Path], tmp_path: Path
 ) -> None:
-    arguments = ("--encoder", "layer", "--layer", 2, "--epochs", 1, "--store", tmp_path / "s")
+    arguments = ("--encoder", "layer,layer=2", "--epochs", 1, "--store", tmp_path / "s")
     done = ilse("train", "--task", "quickstart-intents", "--backbone", tiny_backbone(), "--output", "m", *arguments)
     assert done.code == 0, done.error
     assert load(tmp_path / "m").provenance["encoder_args"] == {"layer": 2} and len(load(tmp_path / "m").labels) == 20
@@ -370,12 +370,9 @@ def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tupl
         ({"--output": "repository/docs/.."}, "docs/.. holds README.md, which saving would overwrite"),
         ({"--recipe": "fast"}, 'recipe is \'fast\'; allowed are ["default", "paper"]'),
         ({"--encoder": "caley"}, 'encoder is \'caley\'; allowed are ["cayley", "gnn", "layer", "mean", "set"]'),
-        ({"--encoder": "mean"}, "encoder 'mean' has no parameters and the task STSBenchmark no linear head"),
-        ({"--layer": 1}, "encoder 'cayley' has no option ['layer']"),
-        (
-            {"--encoder": "layer", "--layer": 4, "--task": "Banking77Classification"},
-            "layer is 4; this backbone has layers 0 to 3",
-        ),
+        ({"--encoder": "cayley,layer=1"}, "encoder 'cayley' has no option 'layer'"),
+        ({"--encoder": "cayley,steps"}, "'steps' must be OPTION=VALUE, each option once"),
+        ({"--encoder": "layer,layer=4"}, "layer is 4; this backbone has layers 0 to 3"),
         ({"--task": "STS12"}, "STS12 has no train split"),
         ({"--task": "SICK-R"}, "there is no "),
         ({"--task": "NFCorpus"}, "allowed are STS, Classification"),

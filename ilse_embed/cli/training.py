@@ -28,7 +28,9 @@ def train(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the model.")],
     backbone: BackboneOption = "smollm2",
-    encoder: Annotated[str, typer.Option(help="cayley, set, mean or layer.")] = "cayley",
+    encoder: Annotated[
+        str, typer.Option(help='cayley, set, ..., with options: "gnn,topology=path", "layer,layer=12" (or "best").')
+    ] = "cayley",
     recipe: Annotated[str, typer.Option(help=f"{' or '.join(RECIPES)}; the options below change it.")] = "default",
     data_dir: DataDirOption = None,
     prompt: PromptOption = None,
@@ -36,7 +38,6 @@ def train(
     store_dtype: StoreDtypeOption = "float32",
     compress: CompressOption = None,
     seed: Annotated[int, typer.Option(help="Draws initial weights and batches.")] = 0,
-    layer: Annotated[int | None, typer.Option(help="Layer of the encoder 'layer'.")] = None,
     json_file: JsonOption = None,
     overrides: dict[str, Any] | None = None,
 ) -> None:
@@ -44,7 +45,10 @@ def train(
     quiet()
     if recipe not in RECIPES:
         raise ValueError(f"recipe is {recipe!r}; allowed are {json.dumps(sorted(RECIPES))}")
-    chosen = RECIPES[recipe].replace(**overrides or {})
+    from ilse_embed.methods import Method
+
+    method = Method.parse(encoder)
+    chosen = method.recipe(RECIPES[recipe].replace(**overrides or {}))
     if not output.resolve().name:
         raise ValueError(f"--output is {output}, the root of the file system; it must be a folder below")
     if (output / INDEX).is_file():
@@ -64,11 +68,11 @@ def train(
     from ilse_embed.weights import cache_dir
 
     data = load_task(task, data_dir)
-    encoder_args = None if layer is None else {"layer": layer}
     model = BackboneSource(path, chosen.pooling).load()
     shape = (model.num_layers, compress or model.get_embedding_dimension())
     # What cannot be trained ends here, before anything is written.
-    initial_parts(data, shape, encoder, chosen, encoder_args=encoder_args, compressed=compress is not None)
+    draft = method.with_layer(0).encoder_args
+    initial_parts(data, shape, method.encoder, chosen, encoder_args=draft, compressed=compress is not None)
     root = store or cache_dir() / "features"
     features = FeatureStore.for_backbone(root, model, dtype=store_dtype, prompt=prompt, compress=compress)
     console.print(f"Backbone {plain(model.backbone)}: {model.num_layers} layers, pooling {model.pooling}")
@@ -76,15 +80,16 @@ def train(
         if compress is not None:  # fitted on training texts alone
             fill(features, model, data.texts("train"), progress=update)
         table = extract(model, data.texts(), features, progress=update)
+    method = method.resolve(data, table, chosen)
     checkpoints = output / ".ilse-checkpoints"
     with Progress("Training", "epochs") as update:
         trained = train_head(
             data,
             table,
-            encoder,
+            method.encoder,
             chosen,
             seed=seed,
-            encoder_args=encoder_args,
+            encoder_args=method.encoder_args,
             checkpoints=checkpoints,
             progress=lambda done, most, score: update(done, most, f"validation {score:.2f}"),
         )

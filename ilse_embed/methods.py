@@ -1,0 +1,104 @@
+"""Methods: an encoder with its options in one spelling, for the command line, for grids and for tables of results.
+
+``"cayley"``, ``"cayley,operator=gcn,steps=2"``, ``"gnn,topology=path"``, ``"layer,layer=12"``, ``"layer,layer=best"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ilse_embed.encoders import ENCODERS, encoder_options
+from ilse_embed.features import LayerTable, fit_scaling
+from ilse_embed.recipes import Recipe
+from ilse_embed.scoring import layer_scores
+from ilse_embed.tasks import Task
+
+BEST = "best"
+"""In place of the number of a layer: the one that scores best on the validation split, untrained."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An encoder and what is special about it.
+
+    Attributes:
+        encoder: One of `ENCODERS`.
+        options: Options of the encoder or of the recipe, sorted by name.
+    """
+
+    encoder: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, spelling: str) -> Method:
+        """A method by its spelling, ``ENCODER[,OPTION=VALUE...]``.
+
+        Raises:
+            ValueError: If the encoder or an option is unknown, or an option has no value or two.
+        """
+        encoder, *parts = (part.strip() for part in spelling.split(","))
+        if encoder not in ENCODERS:
+            raise ValueError(f"encoder is {encoder!r}; allowed are {json.dumps(sorted(ENCODERS))}")
+        allowed = {*encoder_options(encoder), *_recipe_options()}
+        options: dict[str, Any] = {}
+        for part in parts:
+            option, equals, value = part.partition("=")
+            if not equals or option in options:
+                raise ValueError(f"{spelling!r}: {part!r} must be OPTION=VALUE, each option once")
+            if option not in allowed:
+                raise ValueError(f"encoder {encoder!r} has no option {option!r}; it takes {encoder_options(encoder)}")
+            options[option] = _value(value)
+        return cls(encoder, tuple(sorted(options.items())))
+
+    def __str__(self) -> str:
+        """The spelling."""
+        words = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in self.options)
+        return ",".join([self.encoder, *(f"{key}={value}" for key, value in words)])
+
+    def recipe(self, base: Recipe) -> Recipe:
+        """The recipe with those options that are its own.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
+        return base.replace(**{key: value for key, value in self.options if key in _recipe_options()})
+
+    @property
+    def encoder_args(self) -> dict[str, Any]:
+        """The options that are the encoder's alone, as `train` takes them."""
+        return {key: value for key, value in self.options if key not in _recipe_options()}
+
+    def with_layer(self, layer: int) -> Method:
+        """This method with a layer put in where it asks for the best one."""
+        options = tuple((key, layer if value == BEST else value) for key, value in self.options)
+        return dataclasses.replace(self, options=options)
+
+    def resolve(self, task: Task, table: LayerTable, recipe: Recipe) -> Method:
+        """This method with the best layer put in, where it asks for one; it is chosen on the validation split.
+
+        Raises:
+            ValueError: If the task has no training or validation split.
+        """
+        if BEST not in dict(self.options).values():
+            return self
+        if missing := {"train", "validation"} - set(task.splits):
+            raise ValueError(f"{task.name} has no {' and no '.join(sorted(missing))} split to choose the best layer by")
+        standardise = recipe.scaling and table.basis is None
+        scaling = fit_scaling(table, task.texts("train")) if standardise else None
+        scores = layer_scores(task, table, "validation", scaling)
+        return self.with_layer(max(range(len(scores)), key=scores.__getitem__))
+
+
+def _recipe_options() -> set[str]:
+    return {option.name for option in dataclasses.fields(Recipe)} - {"name"}
+
+
+def _value(word: str) -> Any:
+    """A number, true or false as such, anything else as it is."""
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError:
+        return word
