@@ -93,17 +93,37 @@ def layer_scores(task: Task, table: LayerTable, split: Split, scaling: LayerScal
     ]
 
 
-def trained_score(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> float:
-    """Score x 100 of a trained head: cosine for STS, accuracy of the linear head for classification."""
-    data = task.splits[split]
+def outcomes(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> NDArray[Any]:
+    """What a trained head says of each example: the cosine of a pair, or the number of a text's predicted label.
+
+    Shapes:
+        -> (n,)
+    """
     trained.encoder.eval()
     with torch.inference_mode():
         parts = [
             torch.cat([trained.encoder.encode_layers(some) for some in torch.split(layers, BATCH_TEXTS)])
             for layers in layer_features(task, table, split, trained.scaling)
         ]
-        if isinstance(data, Pairs):
-            return sts_score(parts[0], parts[1], data.scores)
-        assert trained.head is not None
-        predicted = trained.head.linear(parts[0]).argmax(-1)
-    return 100 * float(np.mean([trained.head.labels[p] == y for p, y in zip(predicted, data.labels, strict=True)]))
+        if trained.head is None:
+            said = torch.nn.functional.cosine_similarity(parts[0], parts[1], dim=-1)
+        else:
+            said = trained.head.linear(parts[0]).argmax(-1)
+    return said.numpy()
+
+
+def outcome_score(said: NDArray[Any], task: Task, split: Split) -> float:
+    """Score x 100 of what `outcomes` gives: Spearman correlation of cosine and gold score, or accuracy.
+
+    Shapes:
+        said: (n,) -> scalar
+    """
+    data = task.splits[split]
+    if isinstance(data, Pairs):
+        return 100 * float(spearmanr(said, data.scores).statistic)
+    return 100 * float(np.mean(np.array(task.labels)[said] == np.array(data.labels)))
+
+
+def trained_score(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> float:
+    """Score x 100 of a trained head: cosine for STS, accuracy of the linear head for classification."""
+    return outcome_score(outcomes(trained, task, table, split), task, split)

@@ -15,6 +15,7 @@ from ilse_embed.cli.demonstration import demo
 from ilse_embed.cli.encoding import encode
 from ilse_embed.cli.evaluation import evaluate
 from ilse_embed.cli.extraction import extract
+from ilse_embed.cli.grids import grids
 from ilse_embed.cli.options import recipe_options
 from ilse_embed.cli.screen import errors, plain
 from ilse_embed.cli.stores import stores
@@ -33,6 +34,7 @@ app.command()(recipe_options(train))
 app.command()(evaluate)
 app.command()(encode)
 app.add_typer(stores, name="store")
+app.add_typer(grids, name="grid")
 
 USER_ERRORS = (
     *(ValueError, OSError, KeyError, ImportError, FloatingPointError, MemoryError),
