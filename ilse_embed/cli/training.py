@@ -28,7 +28,9 @@ def train(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the model.")],
     backbone: BackboneOption = "smollm2",
-    encoder: Annotated[str, typer.Option(help="cayley, set, mean or layer.")] = "cayley",
+    encoder: Annotated[
+        str, typer.Option(help="cayley, fc, gnn, set, dwatt, concat, mlp, scalar_mix, mean or layer.")
+    ] = "cayley",
     recipe: Annotated[str, typer.Option(help=f"{' or '.join(RECIPES)}; the options below change it.")] = "default",
     data_dir: DataDirOption = None,
     prompt: PromptOption = None,
@@ -36,7 +38,7 @@ def train(
     store_dtype: StoreDtypeOption = "float32",
     compress: CompressOption = None,
     seed: Annotated[int, typer.Option(help="Draws initial weights and batches.")] = 0,
-    layer: Annotated[int | None, typer.Option(help="Layer of the encoder 'layer'.")] = None,
+    layer: Annotated[str | None, typer.Option(help="Layer of 'layer' or 'mlp'; for 'mlp' also 'mean'.")] = None,
     json_file: JsonOption = None,
     overrides: dict[str, Any] | None = None,
 ) -> None:
@@ -64,7 +66,7 @@ def train(
     from ilse_embed.weights import cache_dir
 
     data = load_task(task, data_dir)
-    encoder_args = None if layer is None else {"layer": layer}
+    encoder_args = None if layer is None else {"layer": int(layer) if layer.removeprefix("-").isdecimal() else layer}
     model = BackboneSource(path, chosen.pooling).load()
     shape = (model.num_layers, compress or model.get_embedding_dimension())
     # What cannot be trained ends here, before anything is written.
