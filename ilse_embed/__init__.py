@@ -5,7 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ilse_embed.backbone import LayerTransformer
-    from ilse_embed.encoders import CayleyGNN, DeepSets, LayerGNN, MeanOfLayers, SingleLayer, build_encoder
+    from ilse_embed.encoders import (
+        CayleyGNN,
+        DeepSets,
+        DepthWiseAttention,
+        FullyConnectedGNN,
+        LayerConcatenation,
+        LayerGNN,
+        LayerMLP,
+        MeanOfLayers,
+        ScalarMix,
+        SingleLayer,
+        build_encoder,
+    )
     from ilse_embed.graphs import LayerGraph, build_graph, cayley_graph
     from ilse_embed.heads import LinearHead
     from ilse_embed.model import IlseSentenceTransformer, build, export_hub, load
@@ -17,14 +29,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "CayleyGNN": "encoders",
     "DeepSets": "encoders",
+    "DepthWiseAttention": "encoders",
+    "FullyConnectedGNN": "encoders",
     "IlseSentenceTransformer": "model",
+    "LayerConcatenation": "encoders",
     "LayerGNN": "encoders",
     "LayerGraph": "graphs",
+    "LayerMLP": "encoders",
     "LayerPooling": "pooling",
     "LayerScaling": "scaling",
     "LayerTransformer": "backbone",
     "LinearHead": "heads",
     "MeanOfLayers": "encoders",
+    "ScalarMix": "encoders",
     "SingleLayer": "encoders",
     "build": "model",
     "build_encoder": "encoders",
@@ -37,14 +54,19 @@ _HOMES = {
 __all__ = [
     "CayleyGNN",
     "DeepSets",
+    "DepthWiseAttention",
+    "FullyConnectedGNN",
     "IlseSentenceTransformer",
+    "LayerConcatenation",
     "LayerGNN",
     "LayerGraph",
+    "LayerMLP",
     "LayerPooling",
     "LayerScaling",
     "LayerTransformer",
     "LinearHead",
     "MeanOfLayers",
+    "ScalarMix",
     "SingleLayer",
     "__version__",
     "build",

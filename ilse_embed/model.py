@@ -28,7 +28,7 @@ STANDALONE_FILE = "ilse_embed.py"
 
 STANDALONE_ROOMS = (
     *("graphs", "pooling", "tokens", "hidden_states", "modules", "scaling", "sinks", "backbone", "heads"),
-    *("encoders.base", "encoders.mixing", "encoders.sets", "encoders.graph"),
+    *("encoders.base", "encoders.mixing", "encoders.sets", "encoders.graph", "encoders.attention", "encoders.dense"),
 )
 """Rooms that a model needs at run time, in the order of their imports."""
 

@@ -17,7 +17,7 @@ class Recipe:
     """Options of features, encoder and training. The defaults are the recipe ``default``.
 
     An encoder takes the options that it knows: ``pre`` and ``post`` are for DeepSets, ``steps`` to ``graph_seed`` for
-    graphs.
+    graphs, ``positional`` for both.
     """
 
     name: str = "default"
@@ -44,6 +44,8 @@ class Recipe:
     """Depth of the MLP in a GIN step."""
     residual: bool = True
     """A path past each message-passing step."""
+    positional: bool = False
+    """A trained vector for each layer, added to its projection."""
     multiplicity: int = 1
     """How often each edge of the graph counts."""
     graph_seed: int = 0

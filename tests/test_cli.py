@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typer.testing import CliRunner
 from ilse_embed import LayerTransformer, cli, load, scoring
 from ilse_embed import model as model_room
 from ilse_embed.cli import screen
+from ilse_embed.encoders import ENCODERS
 from ilse_embed.evaluation import model_meta
 from ilse_embed.extraction import extract
 from ilse_embed.recipes import RECIPES, Recipe
@@ -125,6 +127,7 @@ def test_every_field_of_a_recipe_has_an_option(
             arguments.append(flag if value else "--no-" + flag[2:])
         else:
             arguments += [flag, value]
+    assert all(re.search(rf"\b{encoder}\b", help_text) for encoder in ENCODERS)
     done = ilse(
         "train",
         "--task",
@@ -238,13 +241,15 @@ def test_train_into_any_folder(
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "over"} and not list(tmp_path.rglob(".*"))
 
 
+@pytest.mark.parametrize(("encoder", "layer"), [("layer", 2), ("mlp", -2), ("mlp", "mean")])
 def test_train_on_the_quickstart_needs_no_mirror(
-    ilse: Ilse, tiny_backbone: Callable[..., Path], tmp_path: Path
+    ilse: Ilse, tiny_backbone: Callable[..., Path], tmp_path: Path, encoder: str, layer: int | str
 ) -> None:
-    arguments = ("--encoder", "layer,layer=2", "--epochs", 1, "--store", tmp_path / "s")
+    arguments = ("--encoder", f"{encoder},layer={layer}", "--epochs", 1, "--store", tmp_path / "s")
     done = ilse("train", "--task", "quickstart-intents", "--backbone", tiny_backbone(), "--output", "m", *arguments)
     assert done.code == 0, done.error
-    assert load(tmp_path / "m").provenance["encoder_args"] == {"layer": 2} and len(load(tmp_path / "m").labels) == 20
+    trained = load(tmp_path / "m")
+    assert trained.provenance["encoder_args"] == {"layer": layer} and len(trained.labels) == 20
     assert list((tmp_path / "s").glob("*/*.safetensors")) and not (tmp_path / "cache").exists()
 
 
@@ -369,7 +374,7 @@ def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tupl
         ({"--output": "repository"}, "repository holds README.md, which saving would overwrite"),
         ({"--output": "repository/docs/.."}, "docs/.. holds README.md, which saving would overwrite"),
         ({"--recipe": "fast"}, 'recipe is \'fast\'; allowed are ["default", "paper"]'),
-        ({"--encoder": "caley"}, 'encoder is \'caley\'; allowed are ["cayley", "gnn", "layer", "mean", "set"]'),
+        ({"--encoder": "caley"}, 'encoder is \'caley\'; allowed are ["cayley", "concat", "dwatt", '),
         ({"--encoder": "cayley,layer=1"}, "encoder 'cayley' has no option 'layer'"),
         ({"--encoder": "cayley,steps"}, "'steps' must be OPTION=VALUE, each option once"),
         ({"--encoder": "layer,layer=4"}, "layer is 4; this backbone has layers 0 to 3"),

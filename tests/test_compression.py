@@ -71,12 +71,21 @@ def test_a_damaged_file(tmp_path: Path, position: int) -> None:
         ("gnn", {"topology": "path", "operator": "gcn"}),
         ("set", {"pre": 1, "post": 1}),
         ("set", {"pre": 0, "post": 1, "pool": "sum"}),
+        ("set", {"pre": 2, "positional": True}),
+        ("fc", {"positional": True}),
+        ("dwatt", {"projection": 6}),
+        ("mlp", {"depth": 2}),
+        ("mlp", {"layer": "mean", "final_relu": False}),
+        ("concat", {"dropout": 0.3}),
     ],
 )
 def test_an_encoder_takes_the_compression_in(name: str, options: dict) -> None:
     layers = sample()
     basis = LayerBasis.fit(layers, 5)
-    narrow = build_encoder(name, LAYERS, 5, hidden=8, **options).eval()
+    narrow = build_encoder(name, LAYERS, 5, **options).eval()
+    for parameter in narrow.parameters():
+        if not parameter.any():  # gates and positions, which start at 0
+            torch.nn.init.normal_(parameter)
     wide = narrow.widened(basis.directions)
     assert (wide.layer_width, narrow.layer_width, wide.training) == (WIDTH, 5, False)
     standardised = basis.scaling.scale_layers(layers)
@@ -85,7 +94,7 @@ def test_an_encoder_takes_the_compression_in(name: str, options: dict) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["layer", "mean"])
+@pytest.mark.parametrize("name", ["layer", "mean", "scalar_mix", "dwatt"])
 def test_encoders_without_a_linear_map(name: str) -> None:
     with pytest.raises(ValueError, match="has no linear map of the layers that could undo a compression"):
         build_encoder(name, LAYERS, 5).widened(torch.zeros(WIDTH, 5))

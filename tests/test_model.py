@@ -1,5 +1,6 @@
 """Models as artifacts: what was saved loads, with the package and without, after a crash, on a moved backbone."""
 
+import ast
 import copy
 import json
 import logging
@@ -34,9 +35,10 @@ from ilse_embed import (
     export_hub,
     load,
 )
+from ilse_embed.encoders import ENCODERS
 from ilse_embed.evaluation import model_meta
 from ilse_embed.extraction import extract
-from ilse_embed.model import IlseSentenceTransformer
+from ilse_embed.model import IlseSentenceTransformer, standalone_source
 
 TEXTS = [*SENTENCES, "", " ", "a\x00b", "cut off \ud83d", "<|endoftext|>", "long " * 900, "👩‍👩‍👧‍👦 e\u0301"]
 LABELS = ["zürich", "new york", "", "  two  spaces ", "naïve\t漢字", "😀", "true", "0"]
@@ -229,6 +231,11 @@ def test_fresh_processes(make: Make, tmp_path: Path) -> None:
     assert "requirements" not in json.loads((exported / "config_sentence_transformers.json").read_text())
     for folder in (exported, again):  # and with the package the same
         assert np.array_equal(embed(load(folder)), before)
+
+
+def test_an_export_has_every_encoder() -> None:
+    classes = {node.name for node in ast.parse(standalone_source()).body if isinstance(node, ast.ClassDef)}
+    assert classes >= {encoder.__name__ for encoder in ENCODERS.values()}
 
 
 def test_an_export_tells_no_path_of_this_machine(

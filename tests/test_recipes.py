@@ -41,7 +41,11 @@ def test_both_recipes() -> None:
         *((name, 1.5, "whole numbers") for name, kind in OPTIONS.items() if kind is int),
         *((name, 0, "whole numbers from 1") for name in ("hidden", "multiplicity", "batch_size", "epochs", "patience")),
         ("dropout", 1.0, "numbers from 0 to below 1"),
-        *((name, value, "true and false") for name in ("scaling", "residual") for value in (1, 0, "yes", None)),
+        *(
+            (name, value, "true and false")
+            for name in ("scaling", "residual", "positional")
+            for value in (1, 0, "yes", None)
+        ),
         *(
             (name, v, '"')
             for name, kind in OPTIONS.items()

@@ -29,7 +29,11 @@ def train(
     output: Annotated[Path, typer.Option(help="Folder for the model.")],
     backbone: BackboneOption = "smollm2",
     encoder: Annotated[
-        str, typer.Option(help='cayley, set, ..., with options: "gnn,topology=path", "layer,layer=12" (or "best").')
+        str,
+        typer.Option(
+            help="cayley, fc, gnn, set, dwatt, concat, mlp, scalar_mix, mean or layer, with options: "
+            '"gnn,topology=path", "layer,layer=12" (or "best").'
+        ),
     ] = "cayley",
     recipe: Annotated[str, typer.Option(help=f"{' or '.join(RECIPES)}; the options below change it.")] = "default",
     data_dir: DataDirOption = None,

@@ -64,11 +64,14 @@ class LayerEncoder(HeadModule):
 
     @property
     def input_weight(self) -> str | None:
-        """Name of the one weight that reads the layers, (m, d); None where there is none."""
+        """Name of the one weight that reads the layers; None where there is none.
+
+        It is (m, d), or (m, L d) where it reads all layers side by side.
+        """
         return None
 
     def widened(self, directions: Tensor) -> Self:
-        """The encoder that gives for layers what this one gives for ``layers @ directions``.
+        """The encoder that gives for layers what this one gives for ``layers @ directions``, dropout aside.
 
         Shapes:
             directions: (d, r), where r is this encoder's layer width
@@ -80,7 +83,8 @@ class LayerEncoder(HeadModule):
             raise ValueError(f"{type(self).__name__} has no linear map of the layers that could undo a compression")
         wide = type(self)(**self.get_config_dict() | {"layer_width": len(directions)})
         state = self.state_dict()
-        state[self.input_weight] = state[self.input_weight] @ directions.to(state[self.input_weight].device).T
+        weight = state[self.input_weight].unflatten(1, (-1, self.layer_width))  # (m, 1 or L, r)
+        state[self.input_weight] = (weight @ directions.to(weight.device).T).flatten(1)
         wide.load_state_dict(state)
         return wide.train(self.training)
 
@@ -163,6 +167,23 @@ class FastDropout(nn.Dropout):
         draws = torch.empty((input.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
         kept = draws.view(torch.int16)[: input.numel()].view(input.shape) >= dropped - 2**15
         return input * kept.to(input.dtype).mul_(2**16 / (2**16 - dropped))
+
+
+class LayerPositions(nn.Module):
+    """Adds a trained vector to each layer; they start at 0."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        """Make the vectors, (L, width)."""
+        super().__init__()
+        self.vectors = nn.Parameter(torch.zeros(num_layers, width))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Add.
+
+        Shapes:
+            states: (B, L, width) -> (B, L, width)
+        """
+        return states + self.vectors
 
 
 def dense_blocks(width_in: int, width: int, depth: int, dropout: float) -> nn.Sequential:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ilse_embed.encoders.base import LAYER_POOLS, FastDropout, LayerEncoder, check_options, dense_blocks, register
+from ilse_embed.encoders.base import (
+    LAYER_POOLS,
+    FastDropout,
+    LayerEncoder,
+    LayerPositions,
+    check_options,
+    dense_blocks,
+    register,
+)
 from ilse_embed.graphs import LayerGraph, assign_nodes, build_graph
 
 SPARSE_BELOW = 0.3
@@ -79,7 +87,8 @@ class LayerGNN(LayerEncoder):
 
     ``h_0 = Dropout(ReLU(W z + b))`` for the L layers and 0 for virtual nodes; then K times
     ``h_k = Dropout(act(LayerNorm(Conv(h_{k-1}))))``, or with ``residual`` ``h_k = h_{k-1} + g_k (...)`` with a trained
-    scalar ``g_k`` that starts at 0, so that the encoder starts as a DeepSets and can fall back to it.
+    scalar ``g_k`` that starts at 0, so that the encoder starts as a DeepSets and can fall back to it. With
+    ``positional`` each layer adds a trained vector to its ``W z + b``; it too starts at 0.
 
     ``Conv`` is GIN, ``MLP((1 + eps) h_v + sum over neighbours h_u)`` with a trained eps and ``act`` the identity (its
     MLP ends in ReLU), or GCN with self loops and symmetric normalisation and ``act`` = ReLU.
@@ -88,6 +97,7 @@ class LayerGNN(LayerEncoder):
     """
 
     __module__ = "ilse_embed"
+    default_topology = "cayley"
     config_keys = [  # noqa: RUF012
         "num_layers",
         "layer_width",
@@ -99,6 +109,7 @@ class LayerGNN(LayerEncoder):
         "pool",
         "dropout",
         "residual",
+        "positional",
         "multiplicity",
         "graph_seed",
         "nodes",
@@ -108,7 +119,7 @@ class LayerGNN(LayerEncoder):
         self,
         num_layers: int,
         layer_width: int,
-        topology: str = "cayley",
+        topology: str | None = None,
         hidden: int = 256,
         steps: int = 1,
         operator: str = "gin",
@@ -116,6 +127,7 @@ class LayerGNN(LayerEncoder):
         pool: str = "mean",
         dropout: float = 0.0,
         residual: bool = True,
+        positional: bool = False,
         multiplicity: int = 1,
         graph_seed: int | None = 0,
         nodes: list[int] | None = None,
@@ -125,7 +137,7 @@ class LayerGNN(LayerEncoder):
         Args:
             num_layers: Layers L.
             layer_width: Backbone width d.
-            topology: One of `ilse_embed.graphs.TOPOLOGIES`.
+            topology: One of `ilse_embed.graphs.TOPOLOGIES`; None: ``default_topology`` of the class.
             hidden: Embedding width m.
             steps: Message-passing steps K.
             operator: "gin" or "gcn".
@@ -133,6 +145,7 @@ class LayerGNN(LayerEncoder):
             pool: "mean" or "sum" over the layers; virtual nodes are left out.
             dropout: Probability after the projection and after each step.
             residual: Whether each step adds to what was there instead of replacing it.
+            positional: Whether a trained vector for each layer is added to its projection.
             multiplicity: How often each edge counts; 2 is the authors' code for n >= 3.
             graph_seed: Draws the node of each layer (and a random graph); None puts layer l on node l.
             nodes: The node of each layer; given when an artifact is loaded, else drawn.
@@ -146,14 +159,9 @@ class LayerGNN(LayerEncoder):
             raise ValueError(f"gin_depth is {gin_depth}; it must be at least 1")
         if operator not in ("gin", "gcn"):
             raise ValueError(f'operator is {operator!r}; allowed are "gin" and "gcn"')
-        self.topology, self.hidden, self.steps, self.operator, self.gin_depth = (
-            topology,
-            hidden,
-            steps,
-            operator,
-            gin_depth,
-        )
-        self.pool, self.dropout, self.residual = pool, dropout, residual
+        self.topology = topology = self.default_topology if topology is None else topology
+        self.hidden, self.steps, self.operator, self.gin_depth = hidden, steps, operator, gin_depth
+        self.pool, self.dropout, self.residual, self.positional = pool, dropout, residual, positional
         self.multiplicity, self.graph_seed = multiplicity, graph_seed
         self.graph: LayerGraph = build_graph(topology, num_layers, seed=graph_seed or 0, multiplicity=multiplicity)
         self.nodes = assign_nodes(num_layers, self.graph.num_nodes, graph_seed) if nodes is None else nodes
@@ -162,6 +170,8 @@ class LayerGNN(LayerEncoder):
                 f"nodes must be {num_layers} distinct numbers below {self.graph.num_nodes}; got {self.nodes}"
             )
         self.project = dense_blocks(layer_width, hidden, 1, dropout)
+        if positional:
+            self.project.insert(1, LayerPositions(num_layers, hidden))
         self.mixings = nn.ModuleList(NodeMixing(weights) for weights in self._weights())
         self.eps = nn.Parameter(torch.zeros(steps)) if operator == "gin" else None
         self.updates = nn.ModuleList(self._update() for _ in range(steps))
@@ -239,3 +249,11 @@ class CayleyGNN(LayerGNN):
     """Cayley-Encoder: a `LayerGNN` on the smallest Cayley graph of SL(2, Z_n) with at least L nodes."""
 
     __module__ = "ilse_embed"
+
+
+@register("fc")
+class FullyConnectedGNN(LayerGNN):
+    """FC-Encoder: a `LayerGNN` on the complete graph, where every layer hears every other in one step."""
+
+    __module__ = "ilse_embed"
+    default_topology = "complete"

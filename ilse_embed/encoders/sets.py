@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ilse_embed.encoders.base import LAYER_POOLS, LayerEncoder, check_options, dense_blocks, register
+from ilse_embed.encoders.base import LAYER_POOLS, LayerEncoder, LayerPositions, check_options, dense_blocks, register
 
 
 @register("set")
@@ -15,7 +15,16 @@ class DeepSets(LayerEncoder):
     """
 
     __module__ = "ilse_embed"
-    config_keys = ["num_layers", "layer_width", "hidden", "pre", "post", "pool", "dropout"]  # noqa: RUF012
+    config_keys = [  # noqa: RUF012
+        "num_layers",
+        "layer_width",
+        "hidden",
+        "pre",
+        "post",
+        "pool",
+        "dropout",
+        "positional",
+    ]
 
     def __init__(
         self,
@@ -26,6 +35,7 @@ class DeepSets(LayerEncoder):
         post: int = 0,
         pool: str = "mean",
         dropout: float = 0.0,
+        positional: bool = False,
     ) -> None:
         """Set the sizes.
 
@@ -37,16 +47,22 @@ class DeepSets(LayerEncoder):
             post: Depth of rho, applied after the pool.
             pool: "mean" or "sum" over layers.
             dropout: Probability after each ReLU.
+            positional: Whether phi tells the layers apart: by a trained vector for each, added before its first ReLU.
 
         Raises:
-            ValueError: If ``pre`` and ``post`` are both 0, or ``pool`` is unknown.
+            ValueError: If ``pre`` and ``post`` are both 0, or ``pre`` is 0 with ``positional``, or ``pool`` is unknown.
         """
         super().__init__(num_layers, layer_width)
         check_options(pool=pool, pre=pre, post=post)
         if pre == post == 0:
             raise ValueError("pre and post are both 0; at least one must be positive")
+        if positional and not pre:
+            raise ValueError("positional needs phi, but pre is 0: a pool of raw layers cannot tell them apart")
         self.hidden, self.pre, self.post, self.pool, self.dropout = hidden, pre, post, pool, dropout
+        self.positional = positional
         self.phi = dense_blocks(layer_width, hidden, pre, dropout)
+        if positional:
+            self.phi.insert(1, LayerPositions(num_layers, hidden))
         self.rho = dense_blocks(hidden if pre else layer_width, hidden, post, dropout)
 
     @property
