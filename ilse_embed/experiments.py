@@ -29,8 +29,9 @@ from ilse_embed.extraction import BackboneSource, extract
 from ilse_embed.features import CachedLayers, LayerTable
 from ilse_embed.files import write_atomically
 from ilse_embed.grid import TRANSFER, Results, Run
-from ilse_embed.methods import Method
+from ilse_embed.methods import Method, best_layer
 from ilse_embed.model import IlseSentenceTransformer, build
+from ilse_embed.recipes import Recipe
 from ilse_embed.scoring import BATCH_TEXTS, outcomes
 from ilse_embed.store import FeatureStore
 from ilse_embed.tasks import Task, load_task
@@ -108,7 +109,8 @@ class Laboratory:
         backbone, table = self.features(run, recipe.pooling)
         with _peak_memory() as peak, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # mteb recommends other versions of tasks
-            method = self._resolve(run, method, task, table)
+            if method.asks_for_best:
+                method = method.with_layer(self._best_layer(run, recipe, task, table))
             checkpoints = self.work / run.id
             trained = train(
                 task,
@@ -160,20 +162,13 @@ class Laboratory:
         shutil.rmtree(checkpoints, ignore_errors=True)
         return note
 
-    def _resolve(self, run: Run, method: Method, task: Task, table: LayerTable) -> Method:
-        """The best layer, chosen once for a backbone, a task and how its layers are pooled and scaled."""
-        recipe = method.recipe(run.recipe)
+    def _best_layer(self, run: Run, recipe: Recipe, task: Task, table: LayerTable) -> int:
+        """Chosen once for a backbone, a task and how its layers are pooled and scaled."""
         kind = f"{run.backbone}-{task.name}-{recipe.pooling}-{'standardised' if recipe.scaling else 'raw'}"
-        path = self.work / f"best-layer-{_slug(kind)}.json"
-        if path.is_file():
-            return method.with_layer(int(json.loads(path.read_text(encoding="utf-8"))))
-        chosen = method.resolve(task, table, recipe)
-        if chosen != method:
-            (best,) = {
-                value for (_, asked), (_, value) in zip(method.options, chosen.options, strict=True) if asked != value
-            }
-            write_atomically(path, json.dumps(best).encode())
-        return chosen
+        path = self.work / f"best-layer-{_slug(kind)}.txt"
+        if not path.is_file():
+            write_atomically(path, str(best_layer(task, table, recipe)).encode())
+        return int(path.read_text(encoding="utf-8"))
 
     def _outcomes(self, trained: TrainedHead, run: Run, table: LayerTable) -> bytes:
         """Of each test example the cosine, or the position of the predicted label: what differences are tested on."""

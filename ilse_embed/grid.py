@@ -25,6 +25,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ilse_embed.methods import Method
 from ilse_embed.recipes import RECIPES, Recipe
 
@@ -172,6 +175,16 @@ class Results:
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
         return 100 * float(content["scores"]["test"][0]["main_score"])
+
+    def outcomes(self, run: Run, task: str) -> NDArray[Any]:
+        """What a run said of each test example of a task.
+
+        Shapes:
+            -> (n,) cosines as float32, or positions of predicted labels
+        """
+        with np.load(self.notes[run.id]["folder"] / "ilse" / f"{run.id}.npz") as packed:
+            said: NDArray[Any] = packed[task]
+        return said.astype(np.float32) if said.dtype.kind == "f" else said
 
     def seconds_left(self, runs: Iterable[Run]) -> float | None:
         """How long the runs that lack results may take, by those that are there; None if nothing was run yet.

@@ -71,25 +71,29 @@ class Method:
         """The options that are the encoder's alone, as `train` takes them."""
         return {key: value for key, value in self.options if key not in _recipe_options()}
 
+    @property
+    def asks_for_best(self) -> bool:
+        """Whether the best layer is still to be put in."""
+        return BEST in dict(self.options).values()
+
     def with_layer(self, layer: int) -> Method:
         """This method with a layer put in where it asks for the best one."""
         options = tuple((key, layer if value == BEST else value) for key, value in self.options)
         return dataclasses.replace(self, options=options)
 
-    def resolve(self, task: Task, table: LayerTable, recipe: Recipe) -> Method:
-        """This method with the best layer put in, where it asks for one; it is chosen on the validation split.
 
-        Raises:
-            ValueError: If the task has no training or validation split.
-        """
-        if BEST not in dict(self.options).values():
-            return self
-        if missing := {"train", "validation"} - set(task.splits):
-            raise ValueError(f"{task.name} has no {' and no '.join(sorted(missing))} split to choose the best layer by")
-        standardise = recipe.scaling and table.basis is None
-        scaling = fit_scaling(table, task.texts("train")) if standardise else None
-        scores = layer_scores(task, table, "validation", scaling)
-        return self.with_layer(max(range(len(scores)), key=scores.__getitem__))
+def best_layer(task: Task, table: LayerTable, recipe: Recipe) -> int:
+    """The layer that scores best on the validation split, untrained, pooled and scaled as the recipe says.
+
+    Raises:
+        ValueError: If the task has no training or validation split.
+    """
+    if missing := {"train", "validation"} - set(task.splits):
+        raise ValueError(f"{task.name} has no {' and no '.join(sorted(missing))} split to choose the best layer by")
+    standardise = recipe.scaling and table.basis is None
+    scaling = fit_scaling(table, task.texts("train")) if standardise else None
+    scores = layer_scores(task, table, "validation", scaling)
+    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def _recipe_options() -> set[str]:

@@ -17,6 +17,7 @@ import pytest
 from conftest import assert_refused
 from pyarrow import parquet
 
+from ilse_embed.comparison import compare
 from ilse_embed.experiments import Laboratory, model_name
 from ilse_embed.grid import Results, Run, read_grid, tasks_of
 from ilse_embed.recipes import Recipe
@@ -186,6 +187,25 @@ def test_results_are_mtebs_and_nothing_is_done_twice(place: Callable[..., Labora
     assert not [path for path in (tmp_path / "work").iterdir() if path.is_dir()]  # checkpoints are gone
 
 
+def test_comparison(place: Callable[..., Laboratory], tmp_path: Path) -> None:
+    """Mean and spread of mteb's scores over seeds; differences where outcomes of single examples are there."""
+    laboratory = place()
+    runs = runs_of(laboratory, tmp_path, methods=[QUICK, "mean"], seeds=[0, 1])
+    laboratory.perform(runs)
+    rows = {(row["method"], row["result"]): row for row in compare(laboratory.results, runs, laboratory.task, "mean")}
+    assert len(rows) == 2 * (3 + 3)
+    for (method, name), row in rows.items():
+        scores = [
+            laboratory.results.score(run, name) for run in runs if run.method == method and name in run.result_names
+        ]
+        assert (row["mean"], row["spread"]) == pytest.approx((np.mean(scores), np.std(scores, ddof=1)), abs=0.006)
+        tested = method != "mean" and name in ("STSBenchmark", "STS12", "Banking77Classification-head")
+        assert ("difference" in row) == tested
+        if tested:
+            difference = row["mean"] - rows["mean", name]["mean"]
+            assert row["difference"]["mean"] == pytest.approx(difference, abs=0.7)
+
+
 def test_a_new_task_or_a_lost_result_is_made_up_for(place: Callable[..., Laboratory], tmp_path: Path) -> None:
     laboratory = place()
     (run,) = runs_of(laboratory, tmp_path, tasks=["STSBenchmark"])
@@ -204,6 +224,7 @@ WORKER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+from ilse_embed.comparison import compare
 from ilse_embed.experiments import Laboratory
 from ilse_embed.grid import Results
 from test_grid import runs_of
@@ -260,4 +281,7 @@ def test_command(
     assert done.code == 0, done.error
     assert "2 runs done here; nothing is missing" in done.out
     assert "2 runs, 0 are left" in ilse("grid", "status", *usual).out
+    shown = ilse("grid", "table", *usual, "--reference", "mean", "--json", tmp_path / "table.json")
+    assert shown.code == 0 and "Banking77Classification-full-probe" in shown.out.replace("\n", "")
+    assert len(json.loads((tmp_path / "table.json").read_text())["rows"]) == 6
     assert_refused(ilse("grid", "run", *usual, "--backbone", "tiny"), "--backbone is 'tiny'; it must be NAME=FOLDER")

@@ -4,7 +4,7 @@ import pytest
 from test_scoring import intents_task, sts_task
 
 from ilse_embed.encoders import build_encoder
-from ilse_embed.methods import Method
+from ilse_embed.methods import Method, best_layer
 from ilse_embed.recipes import RECIPES, Recipe
 
 
@@ -57,15 +57,16 @@ def test_values_are_checked_by_the_recipe() -> None:
 def test_the_best_layer_is_chosen_on_validation(made, best: int) -> None:
     """On test another layer is better (see the tasks)."""
     task, table = made()
-    method = Method.parse("layer,layer=best").resolve(task, table, Recipe())
-    assert str(method) == f"layer,layer={best}"
+    asks = Method.parse("layer,layer=best")
+    assert asks.asks_for_best
+    method = asks.with_layer(best_layer(task, table, Recipe()))
+    assert str(method) == f"layer,layer={best}" and not method.asks_for_best
     assert build_encoder(method.encoder, 4, table.layers.shape[2], **method.encoder_args).layer == best
-    untouched = Method.parse("layer,layer=1")
-    assert untouched.resolve(task, table, Recipe()) is untouched
+    assert Method.parse("layer,layer=1").with_layer(3) == Method.parse("layer,layer=1")
 
 
 def test_without_validation_there_is_no_best_layer() -> None:
     task, table = sts_task()
     alone = type(task)(task.name, task.kind, {"test": task.splits["test"]}, task.score_range, task.source)
     with pytest.raises(ValueError, match="toy-sts has no train and no validation split to choose the best layer by"):
-        Method.parse("layer,layer=best").resolve(alone, table, Recipe())
+        best_layer(alone, table, Recipe())

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from ilse_embed.cli.options import BACKBONE_ALIASES, DataDirOption, StoreOption, backbone_path
-from ilse_embed.cli.screen import console, plain, quiet, say
+from ilse_embed.cli.options import BACKBONE_ALIASES, DataDirOption, JsonOption, StoreOption, backbone_path
+from ilse_embed.cli.screen import console, plain, quiet, say, write_report
 
 if TYPE_CHECKING:
     from ilse_embed.experiments import Laboratory
@@ -60,6 +60,41 @@ def grid_status(
     """Show what is there, what is left and how long that may take; runs nothing."""
     quiet()
     _show(*_open(file, output, data_dir, None, None))
+
+
+@grids.command("table")
+def grid_table(
+    file: FileArgument,
+    output: ResultsOption = Path("leaderboard"),
+    data_dir: DataDirOption = None,
+    reference: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "cayley",
+    json_file: JsonOption = None,
+) -> None:
+    """Mean and spread of every method, and whether it is better or worse than the reference."""
+    quiet()
+    from ilse_embed.comparison import compare
+    from ilse_embed.methods import Method
+
+    laboratory, runs = _open(file, output, data_dir, None, None)
+    rows = compare(laboratory.results, runs, laboratory.task, str(Method.parse(reference)))
+    sign = {"better": " +", "worse": " -", "level": " ="}
+    for group in dict.fromkeys((row["backbone"], row["recipe"]) for row in rows):
+        here = [row for row in rows if (row["backbone"], row["recipe"]) == group]
+        methods = list(dict.fromkeys(row["method"] for row in here))
+        table = Table(plain(" ".join(group)), *map(plain, methods))
+        for result in dict.fromkeys(row["result"] for row in here):
+            cells = {row["method"]: row for row in here if row["result"] == result}
+            table.add_row(result, *(_cell(cells.get(method), sign) for method in methods))
+        console.print(table)
+    say(f"mean and spread over seeds; + better, - worse, = level with {reference} (95 % paired bootstrap)")
+    write_report(json_file, {"reference": reference, "rows": rows})
+
+
+def _cell(row: dict[str, Any] | None, sign: dict[str, str]) -> str:
+    if row is None:
+        return ""
+    spread = "" if row["spread"] is None else f" ± {row['spread']:.1f}"
+    return f"{row['mean']:.1f}{spread}{sign.get(row.get('verdict', ''), '')}"
 
 
 def _places(pairs: list[str] | None) -> dict[str, str]:

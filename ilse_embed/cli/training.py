@@ -49,7 +49,7 @@ def train(
     quiet()
     if recipe not in RECIPES:
         raise ValueError(f"recipe is {recipe!r}; allowed are {json.dumps(sorted(RECIPES))}")
-    from ilse_embed.methods import Method
+    from ilse_embed.methods import Method, best_layer
 
     method = Method.parse(encoder)
     chosen = method.recipe(RECIPES[recipe].replace(**overrides or {}))
@@ -84,7 +84,8 @@ def train(
         if compress is not None:  # fitted on training texts alone
             fill(features, model, data.texts("train"), progress=update)
         table = extract(model, data.texts(), features, progress=update)
-    method = method.resolve(data, table, chosen)
+    if method.asks_for_best:
+        method = method.with_layer(best_layer(data, table, chosen))
     checkpoints = output / ".ilse-checkpoints"
     with Progress("Training", "epochs") as update:
         trained = train_head(
