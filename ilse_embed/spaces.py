@@ -143,9 +143,9 @@ class Space:
             try:
                 parts = initial_parts(task, shape, encoder, recipe, encoder_args=encoder_args, compressed=compressed)
             except ValueError as error:
-                raise ValueError(f"the space has {recipe.name}, which cannot be trained: {error}") from None
+                raise ValueError(f"{error} (configuration {recipe.name} of the space)") from None
             if not any(weight.requires_grad for part in parts if part is not None for weight in part.parameters()):
-                raise ValueError(f"encoder {encoder!r} has no parameters and there is no linear head: nothing to train")
+                raise ValueError(f"encoder {encoder!r} has no parameters and the task no linear head: nothing to train")
 
     def __str__(self) -> str:
         shown = {

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,15 @@ def toy() -> tuple[Task, LayerTable]:
     data = Labelled(texts, [("no", "yes")[number] for number in classes])
     splits = {"train": data.select(range(40)), "validation": data.select(range(40, 60))}
     task = Task("toy", "classification", splits, None, "made up")
+    return task, LayerTable({text: row for row, text in enumerate(texts)}, layers)
+
+
+@pytest.fixture(scope="module")
+def toy_sts() -> tuple[Task, LayerTable]:
+    texts = [f"text {i}" for i in range(40)]
+    pairs = Pairs(texts[:20], texts[20:], torch.linspace(0, 5, 20).double().numpy())
+    task = Task("toy-sts", "sts", {"train": pairs, "validation": pairs}, (0.0, 5.0), "made up")
+    layers = torch.randn(40, 3, 4, generator=torch.Generator().manual_seed(3))
     return task, LayerTable({text: row for row, text in enumerate(texts)}, layers)
 
 
@@ -191,17 +201,12 @@ def test_pruned_trials_end_early(run: Any, watch: Watch) -> None:
         assert (row["epochs"] < 5) == (row in pruned)
 
 
-def test_trials_that_diverge(run: Any) -> None:
+def test_trials_that_diverge(run: Any, toy_sts: Any) -> None:
     base = SMALL.replace(optimizer="adam", schedule="constant", scaling=False, sts_loss="mse", epochs=1)
-    draw = torch.Generator().manual_seed(3)
-    texts = [f"text {i}" for i in range(40)]
-    pairs = Pairs(texts[:20], texts[20:], torch.linspace(0, 5, 20).double().numpy())
-    task = Task("toy-sts", "sts", {"train": pairs, "validation": pairs}, (0.0, 5.0), "made up")
-    toy = task, LayerTable({text: row for row, text in enumerate(texts)}, torch.randn(40, 3, 4, generator=draw))
-    result = run({"learning_rate": [1e30, 1e-2]}, base, toy=toy, trials=3)
+    result = run({"learning_rate": [1e30, 1e-2]}, base, toy=toy_sts, trials=3)
     assert (result.trials, result.pruned, result.recipe.learning_rate) == (2, 1, 1e-2)
     with pytest.raises(FloatingPointError, match="none of 1 trials has a finite validation score; lower"):
-        run({"learning_rate": 1e30}, base, toy=toy, trials=1, name="other")
+        run({"learning_rate": 1e30}, base, toy=toy_sts, trials=1, name="other")
 
 
 # ---------------------------------------------------------------------------------------------- killed, several at once
@@ -311,6 +316,18 @@ def test_what_cannot_be_searched(run: Any, options: dict[str, Any], kind: type[E
         run({"learning_rate": [0.1, 0.2]}, **options)
 
 
+def test_without_parameters_there_is_nothing_to_search(run: Any, toy_sts: Any) -> None:
+    with pytest.raises(ValueError, match=r"encoder 'mean' has no parameters .* no linear head: nothing to train"):
+        run({"learning_rate": [0.1, 0.2]}, encoder="mean", toy=toy_sts)
+
+
+def test_without_optuna(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "ilse_embed.search")
+    refused = ilse("search", "--task", "STSBenchmark", "--output", "out")
+    assert_refused(refused, "a search needs an extra: pip install 'ilse-embed[search]'")
+
+
 def test_passwords_stay_secret() -> None:
     assert search_room._shown("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
 
@@ -396,7 +413,7 @@ def test_spaces_refused(content: dict[str, Any], message: str) -> None:
             {"pre": [0, 1], "post": [0, 1]},
             "set",
             4,
-            "pre=0, which cannot be trained: pre and post are both",
+            r"pre and post are both 0; .* \(configuration .*,pre=0 of",
         ),
         ({"pre": {"low": 1, "high": 4}, "hidden": [4, 8]}, "set", 8, None),
         ({"steps": {"low": 0, "high": 3}, "operator": ["gin", "gcn"], "gin_depth": [1, 2, 3]}, "cayley", 13, None),
