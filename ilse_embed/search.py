@@ -1,7 +1,8 @@
 """Hyperparameter search with Optuna, on the validation score; no trial reads the test split.
 
 Any number of processes share a study, and the order of the trial numbers settles who does what: a trial is given up
-before it trains if an earlier one has its configuration, or if there are as many earlier ones as are wanted.
+before it trains if an earlier one has its configuration, or if there are as many earlier ones as are wanted. Nothing
+else is atomic in every database: in SQLite two processes can take the same waiting trial, so there are none.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ from ilse_embed.training import TrainedHead, fingerprint, train
 
 logger = logging.getLogger(__name__)
 
-SETTINGS, KEY, PLANNED, REPEATED = "settings", "configuration", "planned", "repeats"
-"""Attributes: what a study is of; the configuration of a trial that is drawn, or that waits; the trial that it repeats.
-"""
+SETTINGS, KEY, GIVEN_UP = "settings", "configuration", "given up"
+"""Attributes: what a study is of; the configuration of a trial, once it is drawn; why a trial ended without a score."""
 
 PRUNERS = {
     "median": optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=3),
@@ -53,7 +53,7 @@ GRACE = 6
 """Signs of life that a trial may miss."""
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
-LIVE = (*FINISHED, TrialState.RUNNING, TrialState.WAITING)
+LIVE = (*FINISHED, TrialState.RUNNING)
 
 Progress = Callable[[int, int, float], None]
 """Called after each trial with (finished trials, wanted trials, best validation score; NaN before the first)."""
@@ -170,6 +170,7 @@ class _Worker:
     trials: int
     seed: int
     heartbeat: int
+    another: dict[str, Any] | None = None
     undrawn: dict[int, float] = field(default_factory=dict)
     failure: Exception | None = None
 
@@ -178,13 +179,12 @@ class _Worker:
         while True:
             live = self._live()
             finished = [trial for trial in live if trial.state in FINISHED]
-            waiting = any(trial.state == TrialState.WAITING for trial in live)
             tried = {_key(trial) for trial in live}
             for trial in finished:
                 shutil.rmtree(self.checkpoints / _key(trial), ignore_errors=True)
             if progress is not None:
                 progress(len(finished), self.trials, max(map(_score, finished), default=math.nan))
-            if waiting or (len(live) < self.trials and len(tried) < self.space.size):
+            if len(live) < self.trials and len(tried) < self.space.size:
                 self._run_one()
             elif len(finished) < min(len(live), self.trials):
                 time.sleep(min(1.0, self.heartbeat / 4))  # a trial of another process may have to be run again
@@ -202,32 +202,43 @@ class _Worker:
 
     def _trial(self, trial: Trial) -> float:
         """Draw a configuration and train with it, unless another trial has it."""
+        try:
+            return self._train(trial)
+        except FloatingPointError as error:
+            raise optuna.TrialPruned(str(error)) from error
+        except (optuna.TrialPruned, UpdateFinishedTrialError):
+            raise
+        except Exception as error:
+            trial.set_user_attr(GIVEN_UP, str(error))  # and is not tried again, as one that was killed is
+            self.failure = error
+            raise
+
+    def _train(self, trial: Trial) -> float:
         # A generator for each trial: processes draw differently, and a search that was killed as one that was not.
         seeds = np.random.SeedSequence([self.seed, trial.number])
-        self.study.sampler = optuna.samplers.TPESampler(seed=int(seeds.generate_state(1)[0]))
+        sampler = optuna.samplers.TPESampler(seed=int(seeds.generate_state(1)[0]))
+        self.study.sampler = optuna.samplers.PartialFixedSampler(self._planned() or {}, sampler)
         params = self.space.draw(lambda option, values: _suggest(trial, option, values))
         recipe = self.space.base.replace(**params)
         key = _key_of(recipe)
         trial.set_user_attr(KEY, key)
         earlier = self._earlier(trial.number)
-        if same := [other.number for other in earlier if _key(other) == key]:
-            trial.set_user_attr(REPEATED, same[0])
-            self._plan_another(np.random.default_rng(seeds))
-        if same or len(earlier) >= self.trials:
-            raise _GivenUp
-        try:
-            progress = self._reporter(trial, key)
-            return self.train(recipe, checkpoints=self.checkpoints / key, progress=progress).validation
-        except FloatingPointError as error:
-            raise optuna.TrialPruned(str(error)) from error
-        except KeyboardInterrupt:
-            _again(self.study, trial)
-            raise
-        except UpdateFinishedTrialError:
-            raise
-        except Exception as error:
-            self.failure = error
-            raise
+        if any(_key(other) == key for other in earlier):
+            self.another = self._untried(np.random.default_rng(seeds))
+            raise _GivenUp("repeated")
+        if len(earlier) >= self.trials:
+            raise _GivenUp("enough")
+        checkpoints, progress = self.checkpoints / key, self._reporter(trial, key)
+        return self.train(recipe, checkpoints=checkpoints, progress=progress).validation
+
+    def _planned(self) -> dict[str, Any] | None:
+        """The configuration of a trial that was broken off, or the one that is to follow a repetition."""
+        live = {_key(trial) for trial in self._live()}
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
+            if _key(trial) not in live | {""} and GIVEN_UP not in trial.user_attrs:
+                return trial.params
+        planned, self.another = self.another, None
+        return planned
 
     def _reporter(self, trial: Trial, key: str) -> Callable[[int, int, float], None]:
         """Tells the study the score of each epoch, and ends the training if the pruner says so."""
@@ -258,19 +269,19 @@ class _Worker:
             time.sleep(0.05)
             self._find_dead()
 
-    def _plan_another(self, generator: np.random.Generator) -> None:
-        """After a repetition a configuration that nobody has is next, so that a finite space comes to its end."""
+    def _untried(self, generator: np.random.Generator) -> dict[str, Any] | None:
+        """A configuration of a finite space that nobody has, so that the space comes to its end."""
         tried = {_key(trial) for trial in self._live()}
         if not len(tried) < self.space.size < math.inf:
-            return
+            return None
 
         def pick(option: str, values: Values) -> Any:
             few = choices(values) or ()
             return few[int(generator.integers(len(few)))]
 
-        while (key := _key_of(self.space.base.replace(**(params := self.space.draw(pick))))) in tried:
+        while _key_of(self.space.base.replace(**(params := self.space.draw(pick)))) in tried:
             pass
-        self.study.enqueue_trial(params, user_attrs={PLANNED: key})
+        return params
 
     def _find_dead(self) -> None:
         """Give trials without a sign of life up, so that they are run again."""
@@ -306,18 +317,12 @@ def _result(study: optuna.Study, space: Space, trials: int, seconds: float) -> S
         validation=_score(best),
         trials=len(finished),
         pruned=len(finished) - len(complete),
-        repeated=sum(REPEATED in trial.user_attrs for trial in everything),
+        repeated=sum(trial.user_attrs.get(GIVEN_UP) == "repeated" for trial in everything),
         size=space.size,
         exhausted=len(finished) < trials,
         seconds=seconds,
         rows=rows,
     )
-
-
-def _again(study: optuna.Study, trial: FrozenTrial | Trial) -> None:
-    """Have the configuration of a trial that was broken off tried again."""
-    if key := trial.user_attrs.get(KEY):  # it has all its parameters
-        study.enqueue_trial(trial.params, user_attrs={PLANNED: key})
 
 
 def _key_of(recipe: Recipe) -> str:
@@ -326,9 +331,9 @@ def _key_of(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _key(trial: FrozenTrial | Trial) -> str:
+def _key(trial: FrozenTrial) -> str:
     """The configuration of a trial; empty before it is drawn."""
-    return str(trial.user_attrs.get(KEY) or trial.user_attrs.get(PLANNED) or "")
+    return str(trial.user_attrs.get(KEY, ""))
 
 
 def _score(trial: FrozenTrial) -> float:
@@ -366,7 +371,6 @@ def _open_study(url: str, name: str, pruner: optuna.pruners.BasePruner, heartbea
                 engine_kwargs=options,
                 heartbeat_interval=heartbeat,
                 grace_period=GRACE * heartbeat,
-                heartbeat_stale_trial_callback=_again,
             )
             return optuna.create_study(
                 storage=storage, study_name=name, direction="maximize", pruner=pruner, load_if_exists=True

@@ -250,7 +250,6 @@ def test_a_trial_taken_for_dead(run: Any, watch: Watch, tmp_path: Path, caplog: 
 
     def declare_dead() -> None:
         study = study_of(tmp_path)
-        search_room._again(study, study.trials[1])
         study.tell(1, state=optuna.trial.TrialState.FAIL)
 
     watch.stops = {5: declare_dead}
