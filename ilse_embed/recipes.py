@@ -6,7 +6,10 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_type_hints
+
+from ilse_embed.files import write_atomically
 
 MAY_BE_ZERO = ("pre", "post", "steps", "graph_seed")
 """Whole-number options that are allowed to be 0."""
@@ -107,6 +110,31 @@ class Recipe:
         differs = {key: getattr(changed, key) for key in sorted(options) if getattr(changed, key) != getattr(base, key)}
         differs.pop("name", None)
         return dataclasses.replace(changed, name=base.name + "".join(f",{k}={v}" for k, v in differs.items()))
+
+    def save(self, path: Path) -> None:
+        """Write all options as JSON."""
+        write_atomically(path, (json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote; an option that is not there is that of the recipe ``default``.
+
+        Raises:
+            ValueError: If it is no JSON, there is no such option, or a value is not allowed.
+            OSError: If the file cannot be read.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # not UTF-8, not JSON
+            raise ValueError(f"{path} is no recipe: {error}; it must be JSON, as a search writes it") from None
+        options = [option.name for option in dataclasses.fields(cls)]
+        if not isinstance(content, dict) or (unknown := sorted(set(content) - set(options))):
+            what = f"the options {unknown}" if isinstance(content, dict) else "no options"
+            raise ValueError(f"{path} is no recipe: it has {what}; allowed are {options}")
+        try:
+            return cls(**content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 PAPER = Recipe(

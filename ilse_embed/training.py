@@ -136,7 +136,8 @@ def train(
         checkpoints: Folder for a checkpoint after each epoch; training goes on from the last one there, and ends with
             the same weights as a run that nothing disturbed; after the last epoch it returns them at once. Remove it
             when the model is saved. None: a temporary folder.
-        progress: Called after each epoch.
+        progress: Called after each epoch. What it raises ends the training and is raised here, as a search does to
+            prune; with ``checkpoints`` a later call goes on from the epoch before.
 
     Raises:
         ValueError: As `initial_parts`, or if ``checkpoints`` holds something else than checkpoints of this run.
@@ -166,7 +167,7 @@ def train(
     model = SentenceTransformer(modules=present)  # type: ignore[arg-type]
     settings = {"task": task.name, "encoder": encoder, "encoder_args": encoder_args or {}, "seed": seed}
     settings |= {f"recipe.{key}": value for key, value in asdict(recipe).items()}
-    settings |= {"data": _fingerprint(task), "features": [*layers.shape, table.source]}
+    settings |= {"data": fingerprint(task), "features": [*layers.shape, table.source]}
     with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
         folder = Path(temporary) if checkpoints is None else checkpoints
         claim(folder, settings, "settings.json", "checkpoints")
@@ -304,7 +305,8 @@ def _fit(
     return state
 
 
-def _fingerprint(task: Task) -> str:
+def fingerprint(task: Task) -> str:
+    """Tells the training and validation data of a task from any other."""
     digest = hashlib.sha256(repr((task.revision, task.score_range)).encode())
     for rows in (task.splits["train"], task.splits["validation"]):
         columns = vars(rows)

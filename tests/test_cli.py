@@ -373,7 +373,7 @@ def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tupl
         ({"--output": "/"}, "--output is /, the root of the file system; it must be a folder below"),
         ({"--output": "repository"}, "repository holds README.md, which saving would overwrite"),
         ({"--output": "repository/docs/.."}, "docs/.. holds README.md, which saving would overwrite"),
-        ({"--recipe": "fast"}, 'recipe is \'fast\'; allowed are ["default", "paper"]'),
+        ({"--recipe": "fast"}, 'recipe is \'fast\'; allowed are ["default", "paper"] and files that end'),
         ({"--encoder": "caley"}, 'encoder is \'caley\'; allowed are ["cayley", "concat", "dwatt", '),
         ({"--encoder": "cayley,layer=1"}, "encoder 'cayley' has no option 'layer'"),
         ({"--encoder": "cayley,steps"}, "'steps' must be OPTION=VALUE, each option once"),
@@ -504,4 +504,4 @@ def test_the_entry_point() -> None:
     (entry,) = (one for one in importlib.metadata.entry_points(group="console_scripts") if one.name == "ilse")
     assert entry.load() is cli.main
     assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0
-    assert set(COMMANDS) == {"demo", "extract", "train", "evaluate", "encode", "store"}
+    assert set(COMMANDS) == {"demo", "extract", "train", "search", "evaluate", "encode", "store", "grid"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -105,3 +106,31 @@ def test_replace_refuses_what_the_constructor_refuses() -> None:
         Recipe().replace(lr=1e-3, epochs=1)
     with pytest.raises(ValueError, match="epochs is 0"):
         Recipe().replace(epochs=0)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for recipe in (*RECIPES.values(), Recipe(name="«é»", dropout=0, learning_rate=1 / 3)):
+        recipe.save(path)
+        assert Recipe.load(path) == recipe
+    path.write_text('{"dropout": 0.1}')
+    assert Recipe.load(path) == Recipe(dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff", "is no recipe: 'utf-8' codec"),
+        (b"dropout = 0.1", "is no recipe: Expecting value"),
+        (b"[0.1]", "it has no options; allowed are ['name', "),
+        (b'{"lr": 0.1, "dropout": 0.1}', "it has the options ['lr']; allowed are ['name', "),
+        (b'{"dropout": 1.0}', "r.json: dropout is 1.0; allowed are numbers from 0 to below 1"),
+        (b'{"weight_decay": NaN}', "r.json: weight_decay is nan"),
+        (b'{"steps": true}', "r.json: steps is True"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "r.json").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        Recipe.load(tmp_path / "r.json")
+    assert message in str(error.value)

@@ -18,6 +18,7 @@ from ilse_embed.cli.extraction import extract
 from ilse_embed.cli.grids import grids
 from ilse_embed.cli.options import recipe_options
 from ilse_embed.cli.screen import errors, plain
+from ilse_embed.cli.searching import search
 from ilse_embed.cli.stores import stores
 from ilse_embed.cli.training import train
 from ilse_embed.weights import DownloadError
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(extract)
 app.command()(recipe_options(train))
+app.command()(search)
 app.command()(evaluate)
 app.command()(encode)
 app.add_typer(stores, name="store")

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ilse_embed.cli.screen import say
-from ilse_embed.recipes import Recipe
+from ilse_embed.recipes import RECIPES, Recipe
 from ilse_embed.weights import smollm2
 
 if TYPE_CHECKING:
@@ -23,6 +24,18 @@ BACKBONE_ALIASES = {"smollm2": smollm2}
 
 BACKBONE_HELP = 'Name on the hub, local folder, or "smollm2" from the package index.'
 
+TaskOption = Annotated[
+    str, typer.Option(help="An mteb task (STS or classification), or quickstart-sts, quickstart-intents.")
+]
+EncoderOption = Annotated[
+    str,
+    typer.Option(
+        help="cayley, fc, gnn, set, dwatt, concat, mlp, scalar_mix, mean or layer, with options: "
+        '"gnn,topology=path", "layer,layer=12" (or "best").'
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Draws initial weights and batches.")]
+RECIPE_HELP = f"{' or '.join(RECIPES)}, or a JSON file as ilse search writes it"
 BackboneOption = Annotated[str, typer.Option(help=BACKBONE_HELP)]
 MovedBackboneOption = Annotated[str | None, typer.Option(help="Where the backbone is, if not where the artifact says.")]
 DataDirOption = Annotated[
@@ -55,6 +68,32 @@ WorkersOption = Annotated[
 def backbone_path(name: str) -> str:
     """The folder of an alias, fetched if need be; any other name as it is."""
     return str(BACKBONE_ALIASES[name](progress=say)) if name in BACKBONE_ALIASES else name
+
+
+def recipe_of(name: str) -> Recipe:
+    """A recipe by its name, or from a JSON file.
+
+    Raises:
+        ValueError: If there is no such recipe, or the file is none.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    if not name.endswith(".json"):
+        raise ValueError(f"recipe is {name!r}; allowed are {json.dumps(sorted(RECIPES))} and files that end in .json")
+    return Recipe.load(Path(name))
+
+
+def check_output(output: Path) -> None:
+    """Refuse what cannot be a folder to write to.
+
+    Raises:
+        ValueError: If it is the root of the file system, a file, or below one.
+    """
+    if not output.resolve().name:
+        raise ValueError(f"--output is {output}, the root of the file system; it must be a folder below")
+    for place in (output, *output.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--output is {output}, but {place} is a file; it must be a folder, new or there already")
 
 
 def cluster_of(engine: str, address: str | None, workers: int | None) -> "Cluster | None":

@@ -1,6 +1,5 @@
 """``ilse train``."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,82 +7,73 @@ from typing import Annotated, Any
 import typer
 
 from ilse_embed.artifact import INDEX, check_target
+from ilse_embed.cli.features import task_and_features
 from ilse_embed.cli.options import (
+    RECIPE_HELP,
     BackboneOption,
     CompressOption,
     DataDirOption,
+    EncoderOption,
     JsonOption,
     PromptOption,
+    SeedOption,
     StoreDtypeOption,
     StoreOption,
-    backbone_path,
+    TaskOption,
+    check_output,
+    recipe_of,
 )
-from ilse_embed.cli.screen import Progress, TokenProgress, console, plain, quiet, write_report
-from ilse_embed.recipes import RECIPES
+from ilse_embed.cli.screen import Progress, console, plain, quiet, write_report
 
 
 def train(
-    task: Annotated[
-        str, typer.Option(help="An mteb task (STS or classification), or quickstart-sts, quickstart-intents.")
-    ],
+    task: TaskOption,
     output: Annotated[Path, typer.Option(help="Folder for the model.")],
     backbone: BackboneOption = "smollm2",
-    encoder: Annotated[
-        str,
-        typer.Option(
-            help="cayley, fc, gnn, set, dwatt, concat, mlp, scalar_mix, mean or layer, with options: "
-            '"gnn,topology=path", "layer,layer=12" (or "best").'
-        ),
-    ] = "cayley",
-    recipe: Annotated[str, typer.Option(help=f"{' or '.join(RECIPES)}; the options below change it.")] = "default",
+    encoder: EncoderOption = "cayley",
+    recipe: Annotated[str, typer.Option(help=f"{RECIPE_HELP}; the options below change it.")] = "default",
     data_dir: DataDirOption = None,
     prompt: PromptOption = None,
     store: StoreOption = None,
     store_dtype: StoreDtypeOption = "float32",
     compress: CompressOption = None,
-    seed: Annotated[int, typer.Option(help="Draws initial weights and batches.")] = 0,
+    seed: SeedOption = 0,
     json_file: JsonOption = None,
     overrides: dict[str, Any] | None = None,
 ) -> None:
     """Train a head on a task; run again after a crash, it goes on where it was."""
     quiet()
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe is {recipe!r}; allowed are {json.dumps(sorted(RECIPES))}")
     from ilse_embed.methods import Method, best_layer
 
     method = Method.parse(encoder)
-    chosen = method.recipe(RECIPES[recipe].replace(**overrides or {}))
-    if not output.resolve().name:
-        raise ValueError(f"--output is {output}, the root of the file system; it must be a folder below")
+    chosen = method.recipe(recipe_of(recipe).replace(**overrides or {}))
+    check_output(output)
     if (output / INDEX).is_file():
         raise ValueError(f"{output} holds a finished model already; take another --output or remove it")
-    for place in (output, *output.parents):
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"--output is {output}, but {place} is a file; it must be a folder, new or there already")
     check_target(output)
-    path = backbone_path(backbone)
-    from ilse_embed.extraction import BackboneSource, extract, fill
     from ilse_embed.model import build
     from ilse_embed.scoring import trained_score
-    from ilse_embed.store import FeatureStore
-    from ilse_embed.tasks import load_task
     from ilse_embed.training import initial_parts
     from ilse_embed.training import train as train_head
-    from ilse_embed.weights import cache_dir
 
-    data = load_task(task, data_dir)
-    model = BackboneSource(path, chosen.pooling).load()
-    shape = (model.num_layers, compress or model.get_embedding_dimension())
-    # What cannot be trained ends here, before anything is written.
-    draft = method.with_layer(0).encoder_args
-    initial_parts(data, shape, method.encoder, chosen, encoder_args=draft, compressed=compress is not None)
-    root = store or cache_dir() / "features"
-    features = FeatureStore.for_backbone(root, model, dtype=store_dtype, prompt=prompt, compress=compress)
-    console.print(f"Backbone {plain(model.backbone)}: {model.num_layers} layers, pooling {model.pooling}")
-    with TokenProgress("Extracting", "texts") as update:
-        if compress is not None:  # fitted on training texts alone
-            fill(features, model, data.texts("train"), progress=update)
-        table = extract(model, data.texts(), features, progress=update)
+    data, model, table = task_and_features(
+        task,
+        backbone,
+        chosen.pooling,
+        data_dir=data_dir,
+        prompt=prompt,
+        store=store,
+        dtype=store_dtype,
+        compress=compress,
+        check=lambda data, shape: initial_parts(
+            data,
+            shape,
+            method.encoder,
+            chosen,
+            encoder_args=method.with_layer(0).encoder_args,
+            compressed=compress is not None,
+        ),
+    )
     if method.asks_for_best:
         method = method.with_layer(best_layer(data, table, chosen))
     checkpoints = output / ".ilse-checkpoints"
