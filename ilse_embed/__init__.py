@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ilse_embed.encoders import CayleyGNN, DeepSets, LayerGNN, MeanOfLayers, SingleLayer, build_encoder
     from ilse_embed.graphs import LayerGraph, build_graph, cayley_graph
     from ilse_embed.heads import LinearHead
+    from ilse_embed.lora import LoraTransformer
     from ilse_embed.model import IlseSentenceTransformer, build, export_hub, load
     from ilse_embed.pooling import LayerPooling
     from ilse_embed.scaling import LayerScaling
@@ -24,6 +25,7 @@ _HOMES = {
     "LayerScaling": "scaling",
     "LayerTransformer": "backbone",
     "LinearHead": "heads",
+    "LoraTransformer": "lora",
     "MeanOfLayers": "encoders",
     "SingleLayer": "encoders",
     "build": "model",
@@ -44,6 +46,7 @@ __all__ = [
     "LayerScaling",
     "LayerTransformer",
     "LinearHead",
+    "LoraTransformer",
     "MeanOfLayers",
     "SingleLayer",
     "__version__",
