@@ -121,7 +121,7 @@ class LoraTransformer(LayerTransformer):
         self.eval()
 
     @property
-    def backbone_facts(self) -> dict[str, Any]:  # type: ignore[override]
+    def backbone_facts(self) -> dict[str, Any]:
         """What tells the backbone from others, and a hash of the adapter: so features and scores tell two apart."""
         tensors = self.adapter_tensors() if hasattr(self.model, "peft_config") else {}
         digest = hashlib.sha256()
@@ -165,14 +165,14 @@ class LoraTransformer(LayerTransformer):
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
         """Write the adapter and the reference to the backbone."""
         self.save_config(output_path)
-        config = copy.copy(self.model.peft_config["default"])  # type: ignore[index]
+        config = copy.copy(self.model.peft_config["default"])
         config.inference_mode = True
         config.save_pretrained(output_path)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.adapter_tensors().items()}
         save_file(tensors, str(Path(output_path) / ADAPTER), metadata={"format": "pt"})
 
     @classmethod
-    def load(cls, model_name_or_path: str, subfolder: str = "", *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
+    def load(cls, model_name_or_path: str, subfolder: str = "", *args: Any, **kwargs: Any) -> Self:
         """Load the backbone that an artifact refers to, as `LayerTransformer.load`, and its adapter.
 
         Raises:

@@ -236,8 +236,8 @@ def few_shot(task: Task, shots: int, seed: int, *, whole_validation: bool = Fals
             f"shots are texts of each class, at least 1, of a classification task with a training split; got {shots} "
             f"for {task.name!r}, of kind {task.kind!r} with {sorted(task.splits)}"
         )
-    cut = ("train",) if whole_validation else ("train", "validation")
-    splits = dict(task.splits)
+    cut: tuple[Split, ...] = ("train",) if whole_validation else ("train", "validation")
+    splits: Splits = dict(task.splits)
     for split in cut:
         if isinstance(rows := splits.get(split), Labelled):
             splits[split] = rows.select(sorted(row for row, rank in _drawn(rows.labels, seed) if rank < shots))

@@ -289,7 +289,8 @@ def fit(
             score, epochs = state.best_metric, round(state.epoch or 0)
         else:
             _, _, evaluator, metric = objective(model, task, recipe)
-            score, epochs = evaluator(model)[metric.removeprefix("eval_")], 0
+            scores: Any = evaluator(model)
+            score, epochs = scores[metric.removeprefix("eval_")], 0
     model.eval()
     return 100 * float(score or 0.0), epochs
 
