@@ -152,7 +152,7 @@ class LoraTransformer(LayerTransformer):
             torch.manual_seed(seed)
             for module in self.model.modules():
                 if isinstance(module, LoraLayer):
-                    module.reset_lora_parameters("default", init_lora_weights=True)
+                    module.reset_lora_parameters("default", init_lora_weights=True)  # type: ignore[no-untyped-call]
 
     def train(self, mode: bool = True) -> Self:
         """Only the adapter's dropout follows; the backbone stays in eval mode."""
