@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from ilse_embed.graphs import LayerGraph, build_graph, cayley_graph
     from ilse_embed.heads import LinearHead
+    from ilse_embed.lora import LoraTransformer
     from ilse_embed.model import IlseSentenceTransformer, build, export_hub, load
     from ilse_embed.pooling import LayerPooling
     from ilse_embed.scaling import LayerScaling
@@ -40,6 +41,7 @@ _HOMES = {
     "LayerScaling": "scaling",
     "LayerTransformer": "backbone",
     "LinearHead": "heads",
+    "LoraTransformer": "lora",
     "MeanOfLayers": "encoders",
     "ScalarMix": "encoders",
     "SingleLayer": "encoders",
@@ -65,6 +67,7 @@ __all__ = [
     "LayerScaling",
     "LayerTransformer",
     "LinearHead",
+    "LoraTransformer",
     "MeanOfLayers",
     "ScalarMix",
     "SingleLayer",

@@ -63,6 +63,8 @@ class LayerTransformer(Transformer):
         "backbone_facts",
         "save_backbone",
     ]
+    learns = False
+    """Whether gradients reach into the backbone."""
 
     def __init__(
         self,
@@ -216,7 +218,7 @@ class LayerTransformer(Transformer):
         Raises:
             RuntimeError: If the model did not give one hidden state for each layer.
         """
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
             if not self._blocks:
                 super().forward(features, **kwargs)
                 reduced = [reduce(hidden) for hidden in features.pop("all_layer_embeddings", ())]

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from filelock import FileLock, Timeout
 
 from ilse_embed.environment import environment
 from ilse_embed.evaluation import PROTOCOLS, evaluate, model_meta
-from ilse_embed.extraction import BackboneSource, extract
+from ilse_embed.extraction import BackboneSource, default_device, extract
 from ilse_embed.features import CachedLayers, LayerTable
 from ilse_embed.files import write_atomically
 from ilse_embed.grid import TRANSFER, Results, Run
+from ilse_embed.lora import LoraTransformer, train_lora
 from ilse_embed.methods import Method, best_layer
 from ilse_embed.model import IlseSentenceTransformer, build
 from ilse_embed.recipes import Recipe
@@ -70,11 +71,14 @@ class Laboratory:
         key = (run.backbone, pooling, names)
         if key not in self._features:
             self._features.clear()
-            backbone = BackboneSource(self.places.get(run.backbone, run.backbone), pooling).load()
+            backbone = BackboneSource(self._place(run), pooling).load()
             store = FeatureStore.for_backbone(self.store, backbone)
             texts = dict.fromkeys(text for name in names for text in self.task(name).texts())
             self._features[key] = backbone, extract(backbone, texts, store)
         return self._features[key]
+
+    def _place(self, run: Run) -> str:
+        return self.places.get(run.backbone, run.backbone)
 
     def perform(self, runs: Sequence[Run], tell: Callable[[Run, str], None] | None = None) -> int:
         """Do what is missing and what no other process is at.
@@ -106,21 +110,22 @@ class Laboratory:
     def _perform(self, run: Run) -> dict[str, Any]:
         method, task = Method.parse(run.method), self.task(run.trained_on)
         recipe = method.recipe(run.recipe)
-        backbone, table = self.features(run, recipe.pooling)
+        checkpoints = self.work / run.id
+        options: dict[str, Any] = {"seed": run.seed, "checkpoints": checkpoints}
+        if not method.trains_backbone:
+            backbone, table = self.features(run, recipe.pooling)
         with _peak_memory() as peak, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # mteb recommends other versions of tasks
-            if method.asks_for_best:
-                method = method.with_layer(self._best_layer(run, recipe, task, table))
-            checkpoints = self.work / run.id
-            trained = train(
-                task,
-                table,
-                method.encoder,
-                recipe,
-                seed=run.seed,
-                encoder_args=method.encoder_args,
-                checkpoints=checkpoints,
-            )
+            if method.trains_backbone:
+                backbone = LoraTransformer(self._place(run), pooling=recipe.pooling, adapter=method.adapter.adapter)
+                backbone.to(default_device())
+                trained = train_lora(task, backbone, method.adapter, recipe, **options)
+                splits = ("test",) if run.kind == "sts" else ()  # a probe learns from all others
+                table = extract(backbone, (text for name in run.tasks for text in self.task(name).texts(*splits)))
+            else:
+                if method.asks_for_best:
+                    method = method.with_layer(self._best_layer(run, recipe, task, table))
+                trained = train(task, table, method.encoder, recipe, encoder_args=method.encoder_args, **options)
             trained_at = time.perf_counter()
             model = build(CachedLayers(table, backbone), **trained.parts)
             _remember(model, table)
@@ -138,7 +143,7 @@ class Laboratory:
             "backbone": run.backbone,
             "method": run.method,
             "chosen": str(method),
-            "recipe": asdict(recipe),
+            "recipe": trained.provenance["recipe"],
             "trained_on": run.trained_on,
             "seed": run.seed,
             "model": meta.name,

@@ -1,18 +1,20 @@
 """Methods: an encoder with its options in one spelling, for the command line, for grids and for tables of results.
 
-``"cayley"``, ``"cayley,operator=gcn,steps=2"``, ``"gnn,topology=path"``, ``"layer,layer=12"``, ``"layer,layer=best"``.
+``"cayley"``, ``"cayley,operator=gcn,steps=2"``, ``"gnn,topology=path"``, ``"layer,layer=12"``, ``"layer,layer=best"``;
+``"lora,rank=16,targets=q_proj+v_proj"``, which trains an adapter of the backbone itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ilse_embed.encoders import ENCODERS, encoder_options
 from ilse_embed.features import LayerTable, fit_scaling
-from ilse_embed.recipes import Recipe
+from ilse_embed.recipes import LoraOptions, Recipe
 from ilse_embed.scoring import layer_scores
 from ilse_embed.tasks import Task
 
@@ -20,12 +22,19 @@ BEST = "best"
 """In place of the number of a layer: the one that scores best on the validation split, untrained."""
 
 
+LORA = "lora"
+"""The method that trains the backbone."""
+
+LORA_HEEDS = ("pooling", "sts_loss", "optimizer", "weight_decay", "schedule")
+"""Options of a recipe that it heeds; it has others of its own, `LoraOptions`, and no encoder."""
+
+
 @dataclass(frozen=True)
 class Method:
     """An encoder and what is special about it.
 
     Attributes:
-        encoder: One of `ENCODERS`.
+        encoder: One of `ENCODERS`, or "lora".
         options: Options of the encoder or of the recipe, sorted by name.
     """
 
@@ -40,18 +49,28 @@ class Method:
             ValueError: If the encoder or an option is unknown, or an option has no value or two.
         """
         encoder, *parts = (part.strip() for part in spelling.split(","))
-        if encoder not in ENCODERS:
-            raise ValueError(f"encoder is {encoder!r}; allowed are {json.dumps(sorted(ENCODERS))}")
-        allowed = {*encoder_options(encoder), *_recipe_options()}
+        if encoder not in (*ENCODERS, LORA):
+            raise ValueError(f"encoder is {encoder!r}; allowed are {json.dumps(sorted((*ENCODERS, LORA)))}")
         options: dict[str, Any] = {}
         for part in parts:
             option, equals, value = part.partition("=")
             if not equals or option in options:
                 raise ValueError(f"{spelling!r}: {part!r} must be OPTION=VALUE, each option once")
-            if option not in allowed:
-                raise ValueError(f"encoder {encoder!r} has no option {option!r}; it takes {encoder_options(encoder)}")
             options[option] = _value(value)
-        return cls(encoder, tuple(sorted(options.items())))
+        return cls(encoder).changed(options)
+
+    def changed(self, options: Mapping[str, Any]) -> Method:
+        """This method with some options set.
+
+        Raises:
+            ValueError: If there is no such option.
+        """
+        own = self._own_options()
+        heeded = LORA_HEEDS if self.trains_backbone else _recipe_options()
+        for option in options:
+            if option not in (*own, *heeded):
+                raise ValueError(f"encoder {self.encoder!r} has no option {option!r}; it takes {own}")
+        return dataclasses.replace(self, options=tuple(sorted({**dict(self.options), **options}.items())))
 
     def __str__(self) -> str:
         """The spelling."""
@@ -64,12 +83,38 @@ class Method:
         Raises:
             ValueError: If a value is not allowed.
         """
-        return base.replace(**{key: value for key, value in self.options if key in _recipe_options()})
+        return base.replace(**{key: value for key, value in self.options if not self._is_own(key)})
 
     @property
     def encoder_args(self) -> dict[str, Any]:
         """The options that are the encoder's alone, as `train` takes them."""
-        return {key: value for key, value in self.options if key not in _recipe_options()}
+        return {key: value for key, value in self.options if self._is_own(key)}
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether it trains the backbone, by `train_lora`, and no head on layer features."""
+        return self.encoder == LORA
+
+    @property
+    def adapter(self) -> LoraOptions:
+        """The options of an adapter and its training.
+
+        Raises:
+            ValueError: If a value is not allowed.
+        """
+        options = self.encoder_args
+        if isinstance(targets := options.get("targets"), str):
+            options["targets"] = tuple(targets.split("+"))
+        return LoraOptions(**options)
+
+    def _own_options(self) -> list[str]:
+        if self.trains_backbone:
+            return [option.name for option in dataclasses.fields(LoraOptions)]
+        return encoder_options(self.encoder)
+
+    def _is_own(self, option: str) -> bool:
+        """Whether an option is the encoder's alone, or LoRA's in place of the recipe's."""
+        return option in self._own_options() if self.trains_backbone else option not in _recipe_options()
 
     @property
     def asks_for_best(self) -> bool:

@@ -239,6 +239,8 @@ def export_hub(model: IlseSentenceTransformer, folder: str | Path) -> None:
             overwritten that no earlier save wrote.
     """
     name = str(model._moved_to or getattr(model[0], "backbone", ""))
+    if ilse_embed._HOMES.get(type(model[0]).__name__) not in STANDALONE_ROOMS:
+        raise ValueError(f"{type(model[0]).__name__} needs this package; save it and load it with ilse_embed.load")
     is_folder = Path(name).is_absolute()
     if is_folder and not model[0].save_backbone:
         raise ValueError(
@@ -290,6 +292,10 @@ def model_card(model: IlseSentenceTransformer) -> str:
         if getattr(backbone, "save_backbone", False)
         else "not part of this artifact: it is loaded by name"
     )
+    adapter = getattr(backbone, "adapter", None)
+    tuned = (
+        "frozen language model" if adapter is None else f"language model with a LoRA adapter of rank {adapter['rank']}"
+    )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     facts = model.provenance
     base = "" if is_folder else f"base_model: {name}\n"
@@ -301,7 +307,7 @@ pipeline_tag: sentence-similarity
 
 # {type(encoder).__name__} on {Path(name).name}
 
-A frozen language model, one pooled vector for each of its {encoder.num_layers} layers (width {encoder.layer_width}),
+A {tuned}, one pooled vector for each of its {encoder.num_layers} layers (width {encoder.layer_width}),
 and a {type(encoder).__name__} that fuses them into one embedding of width {model.get_embedding_dimension()}. Trained
 parameters: {trained:,}. The backbone is {saved}.
 

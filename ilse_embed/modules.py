@@ -25,6 +25,14 @@ def check_layers(layers: Tensor, num_layers: int, layer_width: int) -> None:
         )
 
 
+def keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What ``fn`` of `torch.nn.Module._apply` makes of a tensor that follows to another device but stays float32."""
+    moved = fn(tensor)
+    if tensor.is_floating_point() and moved.dtype != tensor.dtype:
+        return tensor.to(device=moved.device)
+    return moved
+
+
 class HeadModule(Module):
     """A module behind the backbone: it stays float32 and saves its configuration and tensors.
 
@@ -34,14 +42,7 @@ class HeadModule(Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow to another device, refuse another dtype."""
-
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if tensor.is_floating_point() and moved.dtype != tensor.dtype:
-                return tensor.to(device=moved.device)
-            return moved
-
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: keep_dtype(fn, tensor), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:

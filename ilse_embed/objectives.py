@@ -35,7 +35,7 @@ def objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[D
             "text": list(map(valid_unicode, train_split.texts)),
             "label": [number[label] for label in train_split.labels],
         }
-        accuracy = AccuracyEvaluator(validation, "validation")
+        accuracy = AccuracyEvaluator(validation, "validation", 4 * recipe.batch_size)
         return Dataset.from_dict(columns), ClassificationLoss(model), accuracy, "eval_validation_accuracy"
     if not (isinstance(train_split, Pairs) and isinstance(validation, Pairs) and task.score_range is not None):
         raise ValueError(f"{task.name} is neither a classification task nor an STS task with a score range")
@@ -53,7 +53,7 @@ def objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[D
         validation.sentence1,
         validation.sentence2,
         validation.scores.tolist(),
-        batch_size=256,
+        batch_size=4 * recipe.batch_size,  # without gradients it takes less memory than a step of training
         name="validation",
         similarity_fn_names=["cosine"],
         write_csv=False,
@@ -102,15 +102,16 @@ class ClassificationLoss(nn.Module):
 class AccuracyEvaluator(BaseEvaluator):
     """Accuracy of the linear head on labelled texts."""
 
-    def __init__(self, data: Labelled, name: str) -> None:
+    def __init__(self, data: Labelled, name: str, batch_size: int = 256) -> None:
         """Keep the data.
 
         Args:
             data: Texts and their labels.
             name: Prefix of the metric.
+            batch_size: Texts that are run at once.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.data, self.name = data, name
+        self.data, self.name, self.batch_size = data, name, batch_size
         self.primary_metric = f"{name}_accuracy"
 
     def __call__(
@@ -118,7 +119,7 @@ class AccuracyEvaluator(BaseEvaluator):
     ) -> dict[str, float]:
         """Predict and compare."""
         head = next(module for module in model if isinstance(module, LinearHead))
-        logits = torch.stack(model.encode(self.data.texts, output_value="logits", batch_size=256))
+        logits = torch.stack(model.encode(self.data.texts, output_value="logits", batch_size=self.batch_size))
         predicted = [head.labels[column] for column in logits.argmax(-1)]
         right = [one == label for one, label in zip(predicted, self.data.labels, strict=True)]
         return {f"{self.name}_accuracy": float(np.mean(right))}

@@ -76,23 +76,7 @@ class Recipe:
         Raises:
             ValueError: With what came and what is allowed.
         """
-        for option, hint in get_type_hints(type(self)).items():
-            value = getattr(self, option)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if hint is bool:
-                fits, allowed = isinstance(value, bool), "true and false"
-            elif hint is str:
-                fits, allowed = isinstance(value, str), "strings"
-            elif hint is int:
-                lowest = 0 if option in MAY_BE_ZERO else 1
-                fits, allowed = number and isinstance(value, int) and value >= lowest, f"whole numbers from {lowest}"
-            elif hint is float:
-                limit = 1.0 if option == "dropout" else math.inf
-                fits, allowed = number and 0 <= value < limit, f"numbers from 0 to below {limit:g}"
-            else:
-                fits, allowed = value in get_args(hint), json.dumps(get_args(hint))
-            if not fits:
-                raise ValueError(f"{option} is {value!r}; allowed are {allowed}")
+        _check(self)
 
     def replace(self, **changes: Any) -> Recipe:
         """This recipe with some options changed; the name then tells in what it differs from the recipe it began as.
@@ -135,6 +119,80 @@ class Recipe:
             return cls(**content)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Options of the adapter and of its training. They stand above those of a recipe, which are for heads."""
+
+    rank: int = 16
+    """Rank r of each update; a map from d to k dimensions gets r * (d + k) parameters."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.05
+    """Dropout before each update; the backbone itself stays in eval mode."""
+    targets: tuple[str, ...] | None = None
+    """Names of the linear maps that are adapted, or ("all-linear",); None is PEFT's choice for the architecture."""
+    learning_rate: float = 2e-4
+    """Peak learning rate."""
+    epochs: int = 3
+    """Most passes over the training texts."""
+    patience: int = 3
+    """Stop after as many epochs without a better validation score."""
+    batch_size: int = 16
+    """Pairs or texts in a step."""
+    max_rows: int | None = None
+    """At most so many training rows, drawn by seed: a budget for machines without a GPU. None takes all."""
+
+    def __post_init__(self) -> None:
+        """Check each value against its type.
+
+        Raises:
+            ValueError: With what came and what is allowed.
+        """
+        _check(self)
+        if not self.alpha > 0:
+            raise ValueError(f"alpha is {self.alpha}; it must be above 0")
+
+    @property
+    def adapter(self) -> dict[str, Any]:
+        """What `LoraTransformer` takes."""
+        return {"rank": self.rank, "alpha": self.alpha, "dropout": self.dropout, "targets": self.targets}
+
+    def applied(self, recipe: Recipe) -> Recipe:
+        """A recipe with the options of this training; loss, optimizer, schedule and token pooling are the recipe's."""
+        mine = ("dropout", "learning_rate", "epochs", "patience", "batch_size")
+        return recipe.replace(scaling=False, **{name: getattr(self, name) for name in mine})
+
+
+def _check(options: Recipe | LoraOptions) -> None:
+    """Check each value against its type.
+
+    Raises:
+        ValueError: With what came and what is allowed.
+    """
+    for option, hint in get_type_hints(type(options)).items():
+        value = getattr(options, option)
+        if value is None and hint == int | None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if hint is bool:
+            fits, allowed = isinstance(value, bool), "true and false"
+        elif hint is str:
+            fits, allowed = isinstance(value, str), "strings"
+        elif hint in (int, int | None):
+            lowest = 0 if option in MAY_BE_ZERO else 1
+            fits, allowed = number and isinstance(value, int) and value >= lowest, f"whole numbers from {lowest}"
+        elif hint is float:
+            limit = 1.0 if option == "dropout" else math.inf
+            fits, allowed = number and 0 <= value < limit, f"numbers from 0 to below {limit:g}"
+        elif hint == tuple[str, ...] | None:
+            fits = value is None or (isinstance(value, tuple) and value != () and all(value))
+            allowed = 'names of linear maps, or "all-linear"'
+        else:
+            fits, allowed = value in get_args(hint), json.dumps(get_args(hint))
+        if not fits:
+            raise ValueError(f"{option} is {value!r}; allowed are {allowed}")
 
 
 PAPER = Recipe(

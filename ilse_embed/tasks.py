@@ -80,6 +80,7 @@ class Task:
         score_range: Lowest and highest possible gold score; None for classification.
         source: Where the data come from.
         revision: Commit of the dataset, where there is one.
+        shots: What `few_shot` cut it to.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Task:
     score_range: tuple[float, float] | None
     source: str
     revision: str | None = None
+    shots: int | None = None
 
     @property
     def labels(self) -> list[str]:
@@ -213,22 +215,61 @@ def label_names(task: Any, data_dir: str | Path | None = None) -> dict[Any, str]
     return names
 
 
-def few_shot(task: Task, shots: int, seed: int) -> Task:
-    """The same task with at most ``shots`` training texts of each class; the other splits stay as they are.
+def few_shot(task: Task, shots: int, seed: int, *, whole_validation: bool = False) -> Task:
+    """The same task with at most ``shots`` texts of each class to train on, and as many to choose by.
+
+    The validation split is cut too, for whoever has a few texts of each class has no thousands to stop by; texts for
+    validation come on top of those for training. With one seed fewer shots are a part of more.
+
+    Args:
+        task: A classification task.
+        shots: Texts of each class; of a class with fewer all are taken.
+        seed: Draws them.
+        whole_validation: Leave the validation split as it is. Scores then show the method without the chance of a small
+            validation split, and more than few-shot training can know.
 
     Raises:
         ValueError: If ``shots`` is not positive, or the task is no classification task with a training split.
     """
-    train = task.splits.get("train")
-    if shots < 1 or not isinstance(train, Labelled):
-        raise ValueError(f"few_shot needs a classification task to train on and shots >= 1; got {task.name!r}, {shots}")
-    taken = dict.fromkeys(train.labels, 0)
-    kept = []
-    for row in np.random.default_rng(seed).permutation(len(train)).tolist():
-        taken[train.labels[row]] += 1
-        if taken[train.labels[row]] <= shots:
-            kept.append(row)
-    return replace(task, splits={**task.splits, "train": train.select(sorted(kept))})
+    if shots < 1 or not isinstance(task.splits.get("train"), Labelled):
+        raise ValueError(
+            f"shots are texts of each class, at least 1, of a classification task with a training split; got {shots} "
+            f"for {task.name!r}, of kind {task.kind!r} with {sorted(task.splits)}"
+        )
+    cut: tuple[Split, ...] = ("train",) if whole_validation else ("train", "validation")
+    splits: Splits = dict(task.splits)
+    for split in cut:
+        if isinstance(rows := splits.get(split), Labelled):
+            splits[split] = rows.select(sorted(row for row, rank in _drawn(rows.labels, seed) if rank < shots))
+    return replace(task, splits=splits, shots=shots)
+
+
+def at_most(task: Task, rows: int, seed: int) -> Task:
+    """The same task with at most so many training rows, drawn by seed; of each class at least one.
+
+    Raises:
+        ValueError: If there is no training split, or fewer rows than classes are asked for.
+    """
+    if "train" not in task.splits:
+        raise ValueError(f"{task.name} has no train split; it can be evaluated but not trained on")
+    train = task.splits["train"]
+    strata = train.labels if isinstance(train, Labelled) else [""] * len(train)
+    if rows < len(set(strata)):
+        raise ValueError(f"{rows} training rows are asked for; {task.name} needs one of each class: {len(set(strata))}")
+    if rows >= len(train):
+        return task
+    first_of_class = sorted(_drawn(strata, seed), key=lambda drawn: drawn[1] > 0)
+    return replace(task, splits={**task.splits, "train": train.select(sorted(r for r, _ in first_of_class[:rows]))})
+
+
+def _drawn(strata: Sequence[str], seed: int) -> list[tuple[int, int]]:
+    """The rows in an order drawn by seed, each with the number of rows of its class before it."""
+    seen = dict.fromkeys(strata, 0)
+    drawn = []
+    for row in np.random.default_rng(seed).permutation(len(strata)).tolist():
+        drawn.append((row, seen[strata[row]]))
+        seen[strata[row]] += 1
+    return drawn
 
 
 def load_files(

@@ -24,7 +24,7 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-from sentence_transformers.base.modules import Normalize
+from sentence_transformers.base.modules import Module, Normalize
 from torch import nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_callback import TrainerState
@@ -35,7 +35,6 @@ from ilse_embed.encoders import ENCODERS, LayerEncoder, build_encoder, encoder_o
 from ilse_embed.features import CachedLayers, LayerTable, fit_scaling
 from ilse_embed.files import claim
 from ilse_embed.heads import LinearHead
-from ilse_embed.modules import HeadModule
 from ilse_embed.objectives import objective
 from ilse_embed.recipes import Recipe
 from ilse_embed.scaling import LayerScaling
@@ -97,8 +96,8 @@ class _HeadTrainer(SentenceTransformerTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         for position, module in enumerate(self.model.children()):
-            if isinstance(module, HeadModule) and any(p.requires_grad for p in module.parameters()):
-                subfolder = f"{position}_{type(module).__name__}"
+            if isinstance(module, Module) and any(p.requires_grad for p in module.parameters()):
+                subfolder = "" if module.save_in_root else f"{position}_{type(module).__name__}"
                 module.load_torch_weights(resume_from_checkpoint, subfolder=subfolder, model=module)
 
 
@@ -167,18 +166,9 @@ def train(
     model = SentenceTransformer(modules=present)  # type: ignore[arg-type]
     settings = {"task": task.name, "encoder": encoder, "encoder_args": encoder_args or {}, "seed": seed}
     settings |= {f"recipe.{key}": value for key, value in asdict(recipe).items()}
-    settings |= {"data": fingerprint(task), "features": [*layers.shape, table.source]}
-    with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
-        folder = Path(temporary) if checkpoints is None else checkpoints
-        claim(folder, settings, "settings.json", "checkpoints")
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            state = _fit(model, task, recipe, seed, folder, progress)
-            score, epochs = state.best_metric, state.epoch
-        else:
-            _, _, evaluator, metric = objective(model, task, recipe)
-            score, epochs = evaluator(model)[metric.removeprefix("eval_")], 0
-    model.cpu().eval()
-    validation = 100 * float(score or 0.0)
+    settings |= {"features": [*layers.shape, table.source]}
+    validation, epochs = fit(model, task, recipe, settings, seed=seed, checkpoints=checkpoints, progress=progress)
+    model.cpu()
     provenance = {
         "task": task.name,
         "training_datasets": [task.name],
@@ -187,6 +177,8 @@ def train(
         "encoder_args": encoder_args or {},
         "recipe": asdict(recipe),
         "seed": seed,
+        "shots": task.shots,
+        "rows": {split: len(task.splits[split]) for split in ("train", "validation")},
         "validation": round(validation, 4),
         "prompt": table.prompt,
         "compressed": None if table.basis is None else layers.shape[2],
@@ -197,7 +189,7 @@ def train(
         fusion,
         head,
         validation=validation,
-        epochs=round(epochs or 0),
+        epochs=epochs,
         seconds=time.perf_counter() - started,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         provenance=provenance,
@@ -232,11 +224,7 @@ def initial_parts(
         ValueError: If the task has no training split or all its scores are equal, the encoder or an option of it is
             unknown, or encoder or recipe cannot do with compressed layers.
     """
-    for split in ("train", "validation"):
-        if split not in task.splits:
-            raise ValueError(f"{task.name} has no {split} split; it can be evaluated but not trained on")
-    if task.score_range is not None and not task.score_range[0] < task.score_range[1]:
-        raise ValueError(f"{task.name} has the score range {task.score_range}; its ends must differ")
+    check_trainable(task)
     known = encoder_options(encoder) if encoder in ENCODERS else []
     options = {key: value for key, value in asdict(recipe).items() if key in known}
     with torch.random.fork_rng():
@@ -249,6 +237,63 @@ def initial_parts(
             f"compressed layers are standardised and mapped linearly, but {what}; extract without compress"
         )
     return fusion, head
+
+
+def check_trainable(task: Task) -> None:
+    """Refuse a task that nothing can be trained on.
+
+    Raises:
+        ValueError: If it has no training or validation split, or all its scores are equal.
+    """
+    for split in ("train", "validation"):
+        if split not in task.splits:
+            raise ValueError(f"{task.name} has no {split} split; it can be evaluated but not trained on")
+    if task.score_range is not None and not task.score_range[0] < task.score_range[1]:
+        raise ValueError(f"{task.name} has the score range {task.score_range}; its ends must differ")
+
+
+def fit(
+    model: SentenceTransformer,
+    task: Task,
+    recipe: Recipe,
+    settings: dict[str, Any],
+    *,
+    seed: int = 0,
+    checkpoints: Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[float, int]:
+    """Train whatever of a model wants gradients, in place; it ends in eval mode with the weights of the best epoch.
+
+    A model without parameters that want gradients is only scored.
+
+    Args:
+        model: A pipeline that the stock losses take; for classification with a `LinearHead`.
+        task: As in `train`.
+        recipe: Loss, optimizer, schedule, batches, epochs and patience.
+        settings: What makes this training another one than the rest, in JSON's types.
+        seed: As in `train`.
+        checkpoints: As in `train`.
+        progress: As in `train`.
+
+    Returns:
+        The best validation score x 100, and the epochs run.
+
+    Raises:
+        ValueError: If ``checkpoints`` holds something else than checkpoints of this run.
+        FloatingPointError: If no epoch has a finite validation score.
+    """
+    with tempfile.TemporaryDirectory() as temporary, _global_seeds_kept():
+        folder = Path(temporary) if checkpoints is None else checkpoints
+        claim(folder, settings | {"data": fingerprint(task)}, "settings.json", "checkpoints")
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            state = _fit(model, task, recipe, seed, folder, progress)
+            score, epochs = state.best_metric, round(state.epoch or 0)
+        else:
+            _, _, evaluator, metric = objective(model, task, recipe)
+            scores: Any = evaluator(model)
+            score, epochs = scores[metric.removeprefix("eval_")], 0
+    model.eval()
+    return 100 * float(score or 0.0), epochs
 
 
 def _fit(
@@ -276,6 +321,7 @@ def _fit(
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        prompts=model.prompts.get(model.default_prompt_name or "") or None,
         seed=seed,
     )
     optimizer: Any = None

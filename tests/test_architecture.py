@@ -101,7 +101,7 @@ def test_training_never_runs_a_language_model() -> None:
     assert not reached & {"backbone", "model", "evaluation"}
 
 
-JOINS = {"model", "evaluation", "cli.training", "demo", "leaderboard", "distributed"}
+JOINS = {"model", "evaluation", "cli.training", "demo", "leaderboard", "distributed", "lora"}
 
 
 def test_only_the_outer_skin_joins_the_halves() -> None:
@@ -126,7 +126,7 @@ def test_only_the_outer_skin_joins_the_halves() -> None:
         ("rich", {room for room in TREES if top({room}) == {"cli"}}),
         ("optuna", {"search"}),
         ("ray", {"distributed"}),
-        ("peft", None),
+        ("peft", {"lora"}),
     ],
 )
 def test_a_library_has_one_room(library: str, rooms: set[str] | None) -> None:

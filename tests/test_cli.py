@@ -253,6 +253,33 @@ def test_train_on_the_quickstart_needs_no_mirror(
     assert list((tmp_path / "s").glob("*/*.safetensors")) and not (tmp_path / "cache").exists()
 
 
+def test_train_lora_and_shots(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
+    backbone = tiny_backbone()
+    usual = ("--task", "Banking77Classification", "--data-dir", mirror, "--backbone", backbone, "--json", "r.json")
+    adapter = ("--encoder", "lora,rank=2,targets=q_proj+down_proj,max_rows=40", "--epochs", 1)
+    done = ilse("train", "--output", "lora", *usual, *adapter, "--prompt", "q: ", "--learning-rate", 1e-3)
+    assert done.code == 0, done.error
+    count = 3 * 2 * (32 + 32 + 48 + 32) + 32 * 4 + 4
+    assert f"{count:,} trained parameters, 1 epochs, " in done.out
+    measured = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert measured["encoder"] == "lora" and measured["parameters"] == count and measured["test"] > 0
+    told = {"rank": 2, "targets": ["down_proj", "q_proj"], "max_rows": 40, "learning_rate": 1e-3, "batch_size": 16}
+    assert measured["lora"] == measured["lora"] | told and measured["rows"]["train"] == 40
+    scored = ilse("evaluate", "lora", "--tasks", "Banking77Classification", "--data-dir", mirror, "--protocol", "head")
+    assert scored.code == 0, scored.error
+    assert f"{measured['test']:.2f}" in scored.out and "ilse/lora-" in scored.out
+    assert not list((tmp_path / "cache").glob("features")) and not list(tmp_path.rglob(".ilse*"))
+
+    for output, more, rows in (("few", (), (8, 8)), ("whole", ("--whole-validation",), (8, 16))):
+        shots = ("--encoder", "set", "--hidden", 8, "--shots", 2, "--epochs", 1, *more)
+        done = ilse("train", "--output", output, *usual, *shots)
+        assert done.code == 0, done.error
+        assert f"2 of each class: {rows[0]} texts to train on, {rows[1]} to choose by" in done.out
+        measured = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+        assert measured["shots"] == load(tmp_path / output).provenance["shots"] == 2
+        assert tuple(measured["rows"].values()) == rows
+
+
 # --------------------------------------------------------------------------------------------------------------- encode
 
 
@@ -378,6 +405,15 @@ def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tupl
         ({"--encoder": "cayley,layer=1"}, "encoder 'cayley' has no option 'layer'"),
         ({"--encoder": "cayley,steps"}, "'steps' must be OPTION=VALUE, each option once"),
         ({"--encoder": "layer,layer=4"}, "layer is 4; this backbone has layers 0 to 3"),
+        ({"--encoder": "cayley,rank=4"}, "encoder 'cayley' has no option 'rank'"),
+        (
+            {"--encoder": "lora", "--compress": 8},
+            "--compress would do nothing with --encoder lora, which uses no",
+        ),
+        ({"--encoder": "lora", "--hidden": 8}, "encoder 'lora' has no option 'hidden'"),
+        ({"--encoder": "lora,rank=0"}, "rank is 0; allowed are whole numbers from 1"),
+        ({"--encoder": "lora,targets=query"}, "LlamaModel has no linear map ['query']"),
+        ({"--shots": 2}, "of each class, at least 1, of a classification task with a training split; got 2 for 'STSB"),
         ({"--task": "STS12"}, "STS12 has no train split"),
         ({"--task": "SICK-R"}, "there is no "),
         ({"--task": "NFCorpus"}, "allowed are STS, Classification"),

@@ -147,21 +147,19 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_results_are_mtebs_and_nothing_is_done_twice(place: Callable[..., Laboratory], tmp_path: Path) -> None:
     laboratory = place()
-    runs = runs_of(laboratory, tmp_path, methods=["layer,layer=best", QUICK])
+    lora = "lora,rank=2,epochs=1"
+    runs = runs_of(laboratory, tmp_path, methods=["layer,layer=best", QUICK, lora])
     assert laboratory.results.seconds_left(runs) is None
     told: list[tuple[Run, str]] = []
-    assert laboratory.perform(runs, lambda run, what: told.append((run, what))) == 4
+    assert laboratory.perform(runs, lambda run, what: told.append((run, what))) == 6
     assert [run for run, what in told if what == "starts"] == runs
     assert laboratory.results.seconds_left(runs) == 0
 
     for run in runs:
         assert laboratory.results.missing(run) == []
         note = laboratory.results.notes[run.id]
-        assert (note["method"], note["seed"], note["recipe"]["epochs"]) == (
-            run.method,
-            0,
-            2 if "set" in run.method else 30,
-        )
+        epochs = {"layer": 30, "set": 2, "lora": 1}[run.method.partition(",")[0]]
+        assert (note["method"], note["seed"], note["recipe"]["epochs"]) == (run.method, 0, epochs)
         assert note["chosen"] == run.method or note["chosen"].startswith("layer,layer=")
         assert note["chosen"] != "layer,layer=best"
         assert note["peak_memory_mb"] > 50 and note["seconds"].keys() == {"training", "evaluation"}

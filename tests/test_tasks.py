@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from ilse_embed.tables import read_texts
-from ilse_embed.tasks import QUICKSTART, Labelled, Pairs, Task, few_shot, load_files, load_task
+from ilse_embed.tasks import QUICKSTART, Labelled, Pairs, Task, at_most, few_shot, load_files, load_task
 
 SHARED = Path(__file__).parents[2] / "shared/data/mteb"
 
@@ -184,22 +184,45 @@ def test_quickstart(name: str, sizes: tuple[int, ...]) -> None:
     assert not set(task.texts("train")) & set(task.texts("test"))
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("shots", [1, 3, 1000])
-def test_few_shot(shots: int) -> None:
+def test_few_shot(shots: int, whole: bool) -> None:
     task = load_task("quickstart-intents")
-    few = few_shot(task, shots, seed=0)
-    full = Counter(task.splits["train"].labels)
-    assert Counter(few.splits["train"].labels) == {label: min(shots, count) for label, count in full.items()}
-    assert few.splits["test"] is task.splits["test"] and few.labels == task.labels
-    assert few.splits["train"].texts == few_shot(task, shots, seed=0).splits["train"].texts
+    few = few_shot(task, shots, seed=0, whole_validation=whole)
+    for split, limit in (("train", shots), ("validation", 10**9 if whole else shots)):
+        full = Counter(task.splits[split].labels)
+        assert Counter(few.splits[split].labels) == {label: min(limit, count) for label, count in full.items()}
+        assert set(few.splits[split].texts) <= set(task.splits[split].texts)
+        again = few_shot(task, shots, seed=0, whole_validation=whole).splits[split]
+        assert few.splits[split].texts == again.texts
+        assert set(few.splits[split].texts) <= set(
+            few_shot(task, shots + 1, seed=0, whole_validation=whole).texts(split)
+        )
+    assert few.splits["test"] is task.splits["test"] and few.labels == task.labels and few.shots == shots
+    assert task.shots is None
     if shots < 10:
         assert few.splits["train"].texts != few_shot(task, shots, seed=1).splits["train"].texts
 
 
 @pytest.mark.parametrize(("name", "shots"), [("quickstart-sts", 8), ("quickstart-intents", 0)])
 def test_few_shot_refuses(name: str, shots: int) -> None:
-    with pytest.raises(ValueError, match="shots >= 1"):
+    with pytest.raises(ValueError, match=f"of each class, at least 1, of a classification task .* got {shots}"):
         few_shot(load_task(name), shots, seed=0)
+
+
+@pytest.mark.parametrize("name", ["quickstart-intents", "quickstart-sts"])
+def test_at_most(name: str) -> None:
+    task = load_task(name)
+    some = at_most(task, 30, seed=0)
+    assert len(some.splits["train"]) == 30 and some.splits["validation"] is task.splits["validation"]
+    assert some.texts("train") == at_most(task, 30, seed=0).texts("train") != at_most(task, 30, seed=1).texts("train")
+    assert at_most(task, 10**6, seed=0) is task
+    if name == "quickstart-intents":
+        assert some.labels == task.labels  # each class has a text
+        with pytest.raises(ValueError, match="needs one of each class: 20"):
+            at_most(task, 19, seed=0)
+    with pytest.raises(ValueError, match="no train split"):
+        at_most(Task("toy", "sts", {"test": task.splits["test"]}, (0, 1), ""), 5, seed=0)
 
 
 def test_unseen_labels_and_lengths() -> None:

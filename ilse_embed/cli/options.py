@@ -31,7 +31,7 @@ EncoderOption = Annotated[
     str,
     typer.Option(
         help="cayley, fc, gnn, set, dwatt, concat, mlp, scalar_mix, mean or layer, with options: "
-        '"gnn,topology=path", "layer,layer=12" (or "best").'
+        '"gnn,topology=path", "layer,layer=12" (or "best"); or "lora,rank=16", an adapter of the backbone itself.'
     ),
 ]
 SeedOption = Annotated[int, typer.Option(help="Draws initial weights and batches.")]

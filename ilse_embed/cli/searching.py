@@ -9,7 +9,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ilse_embed.cli.features import task_and_features
+from ilse_embed.cli.features import features_of
 from ilse_embed.cli.options import (
     RECIPE_HELP,
     BackboneOption,
@@ -57,25 +57,26 @@ def search(
     from ilse_embed.methods import Method, best_layer
 
     method = Method.parse(encoder)
+    if method.trains_backbone:
+        raise ValueError(f"a search is over heads; encoder {method.encoder!r} trains the backbone")
     base = method.recipe(recipe_of(recipe))
     check_output(output)
     from ilse_embed.search import search as run
     from ilse_embed.spaces import Space, read_space
-    from ilse_embed.tasks import Task
+    from ilse_embed.tasks import load_task
 
     content = {option: values for option, values in read_space(space).items() if option not in dict(method.options)}
-    spaces: list[Space] = []
+    data = load_task(task, data_dir)
+    searched = Space.of(content, base, method.encoder, data.kind)
+    draft, compressed = method.with_layer(0).encoder_args, compress is not None
 
-    def check(data: Task, shape: tuple[int, int]) -> None:
-        spaces.append(Space.of(content, base, method.encoder, data.kind))
-        draft = method.with_layer(0).encoder_args
-        spaces[0].check(data, shape, method.encoder, encoder_args=draft, compressed=compress is not None)
+    def check(shape: tuple[int, int]) -> None:
+        searched.check(data, shape, method.encoder, encoder_args=draft, compressed=compressed)
 
-    data, _, table = task_and_features(
-        task,
+    _, table = features_of(
+        data,
         backbone,
         base.pooling,
-        data_dir=data_dir,
         prompt=prompt,
         store=store,
         dtype=store_dtype,
@@ -84,7 +85,6 @@ def search(
     )
     if method.asks_for_best:
         method = method.with_layer(best_layer(data, table, base))
-    (searched,) = spaces
     say(f"Space: {searched}")
     if searched.left_out:
         say(f"Without effect on {method.encoder} here, left out: {', '.join(searched.left_out)}")
