@@ -46,7 +46,7 @@ def objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[D
         loss = CosineSimilarityLoss(model, cos_score_transformation=CosineToScore(low, high))
     else:
         scores = (scores - low) / (high - low)
-        loss = CoSENTLoss(model) if recipe.sts_loss == "cosent" else CosineSimilarityLoss(model)
+        loss = LOSSES[recipe.sts_loss](model)
     first, second = (list(map(valid_unicode, column)) for column in (train_split.sentence1, train_split.sentence2))
     columns = {"sentence1": first, "sentence2": second, "score": scores.tolist()}
     evaluator = EmbeddingSimilarityEvaluator(
@@ -76,6 +76,32 @@ class CosineToScore(nn.Module):
             cosine: (B,) -> (B,)
         """
         return self.low + (cosine + 1) / 2 * (self.high - self.low)
+
+
+class CorrelationLoss(nn.Module):
+    """1 - Pearson's correlation of the cosines of a batch with its scores: what STS asks for, but for the ranks.
+
+    Unlike an MSE it leaves the mean and the spread of the cosines free.
+    """
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        """Keep the model; the trainer optimises its parameters through the loss."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
+        """Loss of a batch; 1 where all scores are equal.
+
+        Shapes:
+            labels: (B,) scores -> scalar
+        """
+        first, second = (self.model(features)["sentence_embedding"] for features in sentence_features)
+        cosines = torch.cosine_similarity(first, second)
+        return 1 - torch.cosine_similarity(cosines - cosines.mean(), labels - labels.mean(), dim=0)
+
+
+LOSSES = {"pearson": CorrelationLoss, "cosent": CoSENTLoss, "mse": CosineSimilarityLoss}
+"""Losses on pairs whose scores are scaled to 0..1."""
 
 
 class ClassificationLoss(nn.Module):

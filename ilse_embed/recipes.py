@@ -49,12 +49,15 @@ class Recipe:
     """A path past each message-passing step."""
     positional: bool = False
     """A trained vector for each layer, added to its projection."""
+    output_norm: bool = True
+    """A layer norm at the end of every encoder with a trained map."""
     multiplicity: int = 1
     """How often each edge of the graph counts."""
     graph_seed: int = 0
     """Draws the node of each layer."""
-    sts_loss: Literal["cosent", "mse", "mse_score_range"] = "cosent"
-    """CoSENT; MSE of the cosine against the score scaled to 0..1; MSE of the cosine mapped to the score range."""
+    sts_loss: Literal["pearson", "cosent", "mse", "mse_score_range"] = "pearson"
+    """1 - Pearson's correlation of cosines and scores in a batch; CoSENT; MSE of the cosine against the score scaled to
+    0..1; MSE of the cosine mapped to the score range."""
     optimizer: Literal["adamw", "adam"] = "adamw"
     """Decoupled weight decay, or Adam with weight decay in the gradient."""
     learning_rate: float = 1e-3
@@ -203,6 +206,7 @@ PAPER = Recipe(
     post=1,
     steps=2,
     residual=False,
+    output_norm=False,
     sts_loss="mse_score_range",
     optimizer="adam",
     weight_decay=1e-4,

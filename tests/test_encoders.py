@@ -401,6 +401,18 @@ def test_assignment_decides_the_result_and_is_kept(seed: int | None, tmp_path: P
     assert torch.equal(loaded.encode_layers(layers), swapped.encode_layers(layers))
 
 
+NORMED = ("cayley", "set", "mlp", "concat", "dwatt")
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_output_norm(name: str) -> None:
+    encoder = build_encoder(name, 7, WIDTH, output_norm=True)
+    embedded = encoder.encode_layers(torch.randn(5, 7, WIDTH) + 3)
+    assert torch.allclose(embedded.mean(1), torch.zeros(5), atol=1e-5)
+    assert torch.allclose(embedded.var(1, correction=0), torch.ones(5), atol=1e-2)
+    assert encoder.norm.weight.requires_grad
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -419,6 +431,7 @@ def test_assignment_decides_the_result_and_is_kept(seed: int | None, tmp_path: P
         ("mlp", {"layer": -3, "depth": 2, "dropout": 0.2}),
         ("mlp", {"layer": "mean", "final_relu": False}),
         ("concat", {"dropout": 0.2}),
+        *((name, {"output_norm": True}) for name in NORMED),
     ],
 )
 def test_save_and_load(name: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_both_recipes() -> None:
         ("dropout", 1.0, "numbers from 0 to below 1"),
         *(
             (name, value, "true and false")
-            for name in ("scaling", "residual", "positional")
+            for name in ("scaling", "residual", "positional", "output_norm")
             for value in (1, 0, "yes", None)
         ),
         *(

@@ -27,7 +27,7 @@ from ilse_embed.tasks import Labelled, Pairs, Task
 from ilse_embed.training import TrainedHead, initial_parts, train
 
 LAYERS, WIDTH, LABELS = 4, 8, ["grün", "no way", "rot\n", "😀 blau"]
-SMALL = Recipe(hidden=16, epochs=6, batch_size=16, learning_rate=1e-2, dropout=0.1)
+SMALL = Recipe(hidden=16, epochs=6, batch_size=16, learning_rate=1e-2, dropout=0.1, output_norm=False)
 
 
 def planted(latent: torch.Tensor, seed: int) -> torch.Tensor:
@@ -96,7 +96,8 @@ def same(one: TrainedHead, other: TrainedHead) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sts_loss": "cosent"},
+        {"sts_loss": "pearson"},
+        {"sts_loss": "cosent", "output_norm": False},
         {"sts_loss": "mse", "optimizer": "adam", "schedule": "constant"},
         {"sts_loss": "mse_score_range", "schedule": "cosine", "residual": False},
         {"scaling": False, "schedule": "reduce_lr_on_plateau", "operator": "gcn"},
@@ -163,6 +164,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"pre": 2},
         {"post": 1},
         {"positional": True},
+        {"output_norm": True},
+        {"sts_loss": "cosent"},
         {"sts_loss": "mse"},
         {"sts_loss": "mse_score_range"},
         {"optimizer": "adam"},
@@ -520,7 +523,7 @@ def test_cosine_to_score(low: float, high: float, cosine: list[float], score: li
     assert CosineToScore(low, high)(torch.tensor(cosine)).tolist() == pytest.approx(score)
 
 
-@pytest.mark.parametrize("loss", ["mse", "mse_score_range", "cosent"])
+@pytest.mark.parametrize("loss", ["mse", "mse_score_range", "cosent", "pearson"])
 def test_the_objective_by_hand(sts: tuple[Task, LayerTable], loss: str) -> None:
     task, table = sts
     data = task.splits["train"]
@@ -542,10 +545,24 @@ def test_the_objective_by_hand(sts: tuple[Task, LayerTable], loss: str) -> None:
         wanted = np.mean([(1 + (c + 1) / 2 * 4 - s) ** 2 for c, s in zip(cosine, gold, strict=True)])
     elif loss == "mse":
         wanted = np.mean([(c - (s - 1) / 4) ** 2 for c, s in zip(cosine, gold, strict=True)])
+    elif loss == "pearson":
+        wanted = 1 - np.corrcoef(cosine, gold)[0, 1]
     else:  # CoSENT: log(1 + sum over pairs with gold_i < gold_j of exp(20 (cos_i - cos_j)))
         pairs = [(i, j) for i in rows for j in rows if gold[i] < gold[j]]
         wanted = math.log(1 + sum(math.exp(20 * (cosine[i] - cosine[j])) for i, j in pairs))
     assert value == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_batch_of_equal_scores_tells_nothing(sts: tuple[Task, LayerTable], size: int) -> None:
+    task, table = sts
+    encoder, _ = initial_parts(task, (LAYERS, WIDTH), "set", SMALL)
+    model = build(CachedLayers(table), encoder)
+    features = [model.preprocess(texts) for texts in batch_of(task.splits["train"], list(range(size)))]
+    loss = objectives.CorrelationLoss(model)(features, torch.full((size,), 0.5))
+    loss.backward()
+    assert loss.item() == pytest.approx(1, abs=1e-6)
+    assert all(torch.isfinite(p.grad).all() for p in encoder.parameters() if p.grad is not None)
 
 
 def batch_of(data: Pairs, rows: list[int]) -> tuple[list[str], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ilse_embed.encoders.base import FastDropout, LayerEncoder, register
+from ilse_embed.encoders.base import FastDropout, LayerEncoder, last_norm, register
 
 POSITION_WIDTH = 24
 """Width of the position vectors that the keys are made of."""
@@ -73,9 +73,16 @@ class DepthWiseAttention(LayerEncoder):
     """
 
     __module__ = "ilse_embed"
-    config_keys = ["num_layers", "layer_width", "projection", "dropout"]  # noqa: RUF012
+    config_keys = ["num_layers", "layer_width", "projection", "dropout", "output_norm"]  # noqa: RUF012
 
-    def __init__(self, num_layers: int, layer_width: int, projection: int | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        layer_width: int,
+        projection: int | None = None,
+        dropout: float = 0.0,
+        output_norm: bool = False,
+    ) -> None:
         """Set the sizes.
 
         Args:
@@ -83,6 +90,7 @@ class DepthWiseAttention(LayerEncoder):
             layer_width: Backbone width d.
             projection: Width m of a linear map in front, the same for all layers; None, as in the paper: m = d.
             dropout: Probability of leaving a layer out of the attended sum.
+            output_norm: Whether a layer norm with trained scale and shift ends the encoder.
 
         Raises:
             ValueError: If ``projection`` is below 1.
@@ -90,7 +98,7 @@ class DepthWiseAttention(LayerEncoder):
         super().__init__(num_layers, layer_width)
         if projection is not None and projection < 1:
             raise ValueError(f"projection is {projection}; it must be at least 1, or None for the backbone's width")
-        self.projection, self.dropout = projection, dropout
+        self.projection, self.dropout, self.output_norm = projection, dropout, output_norm
         width = self.get_embedding_dimension()
         self.project = None if projection is None else nn.Linear(layer_width, width)
         self.positions = nn.Parameter(torch.rand(num_layers, POSITION_WIDTH))
@@ -98,6 +106,7 @@ class DepthWiseAttention(LayerEncoder):
         self.query = bottlenecks(1, width)
         self.value = bottlenecks(num_layers, width).append(StackedNorm(num_layers, width))
         self.drop = FastDropout(dropout)
+        self.norm = last_norm(width, output_norm)
 
     @property
     def input_weight(self) -> str | None:
@@ -114,7 +123,8 @@ class DepthWiseAttention(LayerEncoder):
         last = states[-1]
         query = 1 + nn.functional.elu(last + self.query(last[None])[0])  # (B, m)
         shares = self.drop(torch.softmax(query @ self.key(self.positions).T, dim=-1))  # (B, L)
-        return last + torch.einsum("bl,lbm->bm", shares, self.value(states))
+        fused: Tensor = self.norm(last + torch.einsum("bl,lbm->bm", shares, self.value(states)))
+        return fused
 
     def get_embedding_dimension(self) -> int:
         """The projection's width, or backbone width d."""

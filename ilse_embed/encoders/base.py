@@ -149,6 +149,14 @@ def check_options(*, pool: str, **sizes: int) -> None:
             raise ValueError(f"{name} is {size}; it must not be negative")
 
 
+def last_norm(width: int, output_norm: bool) -> nn.Module:
+    """What ends an encoder: a layer norm over the embedding, or nothing.
+
+    Behind a ReLU all embeddings point into one corner of the space; the norm spreads them out.
+    """
+    return nn.LayerNorm(width) if output_norm else nn.Identity()
+
+
 class FastDropout(nn.Dropout):
     """Dropout whose mask costs a quarter of the random numbers on a CPU, where they take longer than a small layer.
 

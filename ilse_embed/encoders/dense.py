@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ilse_embed.encoders.base import FastDropout, LayerEncoder, dense_blocks, register
+from ilse_embed.encoders.base import FastDropout, LayerEncoder, dense_blocks, last_norm, register
 from ilse_embed.encoders.mixing import MeanOfLayers, SingleLayer
 
 
@@ -28,6 +28,7 @@ class LayerMLP(LayerEncoder):
         "depth",
         "dropout",
         "final_relu",
+        "output_norm",
     ]
 
     def __init__(
@@ -39,6 +40,7 @@ class LayerMLP(LayerEncoder):
         depth: int = 1,
         dropout: float = 0.0,
         final_relu: bool = True,
+        output_norm: bool = False,
     ) -> None:
         """Set input and sizes.
 
@@ -50,6 +52,7 @@ class LayerMLP(LayerEncoder):
             depth: Number of blocks.
             dropout: Probability in each block.
             final_relu: Whether the last block has its ReLU; with depth 1 and without, the encoder is a linear map.
+            output_norm: Whether a layer norm with trained scale and shift ends the encoder.
 
         Raises:
             ValueError: If there is no such layer, or ``depth`` is below 1.
@@ -60,6 +63,7 @@ class LayerMLP(LayerEncoder):
         if isinstance(layer, str) and layer != "mean":
             raise ValueError(f'layer is {layer!r}; allowed are the number of a layer and "mean"')
         self.hidden, self.depth, self.dropout, self.final_relu = hidden, depth, dropout, final_relu
+        self.output_norm = output_norm
         if isinstance(layer, str):
             self.layer: int | str = layer
             self.source: LayerEncoder = MeanOfLayers(num_layers, layer_width)
@@ -69,6 +73,7 @@ class LayerMLP(LayerEncoder):
         self.blocks = dense_blocks(layer_width, hidden, depth, dropout)
         if not final_relu:
             self.blocks[-2] = nn.Identity()
+        self.norm = last_norm(hidden, output_norm)
 
     @property
     def input_weight(self) -> str:
@@ -81,7 +86,7 @@ class LayerMLP(LayerEncoder):
         Shapes:
             layers: (B, L, d) -> (B, m)
         """
-        encoded: Tensor = self.blocks(self.source.encode_layers(layers))
+        encoded: Tensor = self.norm(self.blocks(self.source.encode_layers(layers)))
         return encoded
 
     def get_embedding_dimension(self) -> int:
@@ -97,9 +102,16 @@ class LayerConcatenation(LayerEncoder):
     """
 
     __module__ = "ilse_embed"
-    config_keys = ["num_layers", "layer_width", "hidden", "dropout"]  # noqa: RUF012
+    config_keys = ["num_layers", "layer_width", "hidden", "dropout", "output_norm"]  # noqa: RUF012
 
-    def __init__(self, num_layers: int, layer_width: int, hidden: int = 256, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        layer_width: int,
+        hidden: int = 256,
+        dropout: float = 0.0,
+        output_norm: bool = False,
+    ) -> None:
         """Set the sizes.
 
         Args:
@@ -107,11 +119,13 @@ class LayerConcatenation(LayerEncoder):
             layer_width: Backbone width d.
             hidden: Embedding width m.
             dropout: Probability of leaving out an input.
+            output_norm: Whether a layer norm with trained scale and shift ends the encoder.
         """
         super().__init__(num_layers, layer_width)
-        self.hidden, self.dropout = hidden, dropout
+        self.hidden, self.dropout, self.output_norm = hidden, dropout, output_norm
         self.drop = FastDropout(dropout)
         self.linear = nn.Linear(num_layers * layer_width, hidden)
+        self.norm = last_norm(hidden, output_norm)
 
     @property
     def input_weight(self) -> str:
@@ -124,7 +138,7 @@ class LayerConcatenation(LayerEncoder):
         Shapes:
             layers: (B, L, d) -> (B, m)
         """
-        encoded: Tensor = self.linear(self.drop(layers.flatten(1)))
+        encoded: Tensor = self.norm(self.linear(self.drop(layers.flatten(1))))
         return encoded
 
     def get_embedding_dimension(self) -> int:

@@ -15,6 +15,7 @@ from ilse_embed.encoders.base import (
     LayerPositions,
     check_options,
     dense_blocks,
+    last_norm,
     register,
 )
 from ilse_embed.graphs import LayerGraph, assign_nodes, build_graph
@@ -110,6 +111,7 @@ class LayerGNN(LayerEncoder):
         "dropout",
         "residual",
         "positional",
+        "output_norm",
         "multiplicity",
         "graph_seed",
         "nodes",
@@ -128,6 +130,7 @@ class LayerGNN(LayerEncoder):
         dropout: float = 0.0,
         residual: bool = True,
         positional: bool = False,
+        output_norm: bool = False,
         multiplicity: int = 1,
         graph_seed: int | None = 0,
         nodes: list[int] | None = None,
@@ -146,6 +149,7 @@ class LayerGNN(LayerEncoder):
             dropout: Probability after the projection and after each step.
             residual: Whether each step adds to what was there instead of replacing it.
             positional: Whether a trained vector for each layer is added to its projection.
+            output_norm: Whether a layer norm with trained scale and shift ends the encoder.
             multiplicity: How often each edge counts; 2 is the authors' code for n >= 3.
             graph_seed: Draws the node of each layer (and a random graph); None puts layer l on node l.
             nodes: The node of each layer; given when an artifact is loaded, else drawn.
@@ -162,7 +166,7 @@ class LayerGNN(LayerEncoder):
         self.topology = topology = self.default_topology if topology is None else topology
         self.hidden, self.steps, self.operator, self.gin_depth = hidden, steps, operator, gin_depth
         self.pool, self.dropout, self.residual, self.positional = pool, dropout, residual, positional
-        self.multiplicity, self.graph_seed = multiplicity, graph_seed
+        self.output_norm, self.multiplicity, self.graph_seed = output_norm, multiplicity, graph_seed
         self.graph: LayerGraph = build_graph(topology, num_layers, seed=graph_seed or 0, multiplicity=multiplicity)
         self.nodes = assign_nodes(num_layers, self.graph.num_nodes, graph_seed) if nodes is None else nodes
         if len(set(self.nodes)) != num_layers or not all(0 <= node < self.graph.num_nodes for node in self.nodes):
@@ -178,6 +182,7 @@ class LayerGNN(LayerEncoder):
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(steps))
         self.after = nn.Sequential(nn.Identity() if operator == "gin" else nn.ReLU(), FastDropout(dropout))
         self.gates = nn.Parameter(torch.zeros(steps)) if residual else None
+        self.norm = last_norm(hidden, output_norm)
 
     def _weights(self) -> list[Tensor]:
         """Of each step, from the nodes that hold something to those that matter; the layers are the first L nodes.
@@ -219,7 +224,8 @@ class LayerGNN(LayerEncoder):
             if self.gates is not None:  # virtual nodes appear with 0 and are dropped at the end
                 update = pad_nodes(states, len(update)) + self.gates[step] * update
             states = update
-        return LAYER_POOLS[self.pool](states.transpose(0, 1))
+        fused: Tensor = self.norm(LAYER_POOLS[self.pool](states.transpose(0, 1)))
+        return fused
 
     def _pass_messages(self, step: int, states: Tensor) -> Tensor:
         """``update(mixing(states))``; where mixing makes more nodes of fewer, its linear map is applied before it.

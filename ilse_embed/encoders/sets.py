@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ilse_embed.encoders.base import LAYER_POOLS, LayerEncoder, LayerPositions, check_options, dense_blocks, register
+from ilse_embed.encoders.base import (
+    LAYER_POOLS,
+    LayerEncoder,
+    LayerPositions,
+    check_options,
+    dense_blocks,
+    last_norm,
+    register,
+)
 
 
 @register("set")
@@ -24,6 +32,7 @@ class DeepSets(LayerEncoder):
         "pool",
         "dropout",
         "positional",
+        "output_norm",
     ]
 
     def __init__(
@@ -36,6 +45,7 @@ class DeepSets(LayerEncoder):
         pool: str = "mean",
         dropout: float = 0.0,
         positional: bool = False,
+        output_norm: bool = False,
     ) -> None:
         """Set the sizes.
 
@@ -48,6 +58,7 @@ class DeepSets(LayerEncoder):
             pool: "mean" or "sum" over layers.
             dropout: Probability after each ReLU.
             positional: Whether phi tells the layers apart: by a trained vector for each, added before its first ReLU.
+            output_norm: Whether a layer norm with trained scale and shift ends the encoder.
 
         Raises:
             ValueError: If ``pre`` and ``post`` are both 0, or ``pre`` is 0 with ``positional``, or ``pool`` is unknown.
@@ -59,11 +70,12 @@ class DeepSets(LayerEncoder):
         if positional and not pre:
             raise ValueError("positional needs phi, but pre is 0: a pool of raw layers cannot tell them apart")
         self.hidden, self.pre, self.post, self.pool, self.dropout = hidden, pre, post, pool, dropout
-        self.positional = positional
+        self.positional, self.output_norm = positional, output_norm
         self.phi = dense_blocks(layer_width, hidden, pre, dropout)
         if positional:
             self.phi.insert(1, LayerPositions(num_layers, hidden))
         self.rho = dense_blocks(hidden if pre else layer_width, hidden, post, dropout)
+        self.norm = last_norm(hidden, output_norm)
 
     @property
     def input_weight(self) -> str:
@@ -76,7 +88,7 @@ class DeepSets(LayerEncoder):
         Shapes:
             layers: (B, L, d) -> (B, m)
         """
-        fused: Tensor = self.rho(LAYER_POOLS[self.pool](self.phi(layers)))
+        fused: Tensor = self.norm(self.rho(LAYER_POOLS[self.pool](self.phi(layers))))
         return fused
 
     def get_embedding_dimension(self) -> int:
