@@ -14,6 +14,9 @@ from ilse_embed.files import write_atomically
 MAY_BE_ZERO = ("pre", "post", "steps", "graph_seed")
 """Whole-number options that are allowed to be 0."""
 
+EPOCHS, LEAST_STEPS = 8, 300
+"""How long a recipe trains that does not say how many epochs."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -25,16 +28,16 @@ class Recipe:
 
     name: str = "default"
     """Name in result tables."""
-    pooling: Literal["sink_aware", "mean", "mean_without_first", "mean_after_bos"] = "sink_aware"
-    """Token pooling of the backbone."""
+    pooling: Literal["sink_aware", "mean", "mean_without_first", "mean_after_bos"] = "mean"
+    """Token pooling of the backbone. Layers that are standardised need no guard against attention sinks."""
     scaling: bool = True
     """Standardise each dimension of each layer over the training texts."""
     hidden: int = 256
     """Embedding width m."""
     dropout: float = 0.4
     """Dropout of the encoder."""
-    pool: Literal["mean", "sum"] = "mean"
-    """Pool over the layers."""
+    pool: Literal["weighted", "mean", "sum"] = "weighted"
+    """Pool over the layers: a mean with trained weights, a plain one, or a sum."""
     pre: int = 1
     """Depth of phi in DeepSets."""
     post: int = 0
@@ -68,9 +71,9 @@ class Recipe:
     """Learning rate over the training steps."""
     batch_size: int = 64
     """Pairs or texts in a step."""
-    epochs: int = 30
-    """Most passes over the training split."""
-    patience: int = 6
+    epochs: int | None = None
+    """Most passes over the training split. None: 8, or as many as make 300 steps, and patience grows with them."""
+    patience: int = 3
     """Stop after as many epochs without a better validation score."""
 
     def __post_init__(self) -> None:
@@ -80,6 +83,13 @@ class Recipe:
             ValueError: With what came and what is allowed.
         """
         _check(self)
+
+    def epochs_and_patience(self, rows: int) -> tuple[int, int]:
+        """``epochs`` and ``patience`` for a training split of so many rows."""
+        if self.epochs is not None:
+            return self.epochs, self.patience
+        epochs = max(EPOCHS, math.ceil(LEAST_STEPS / math.ceil(rows / self.batch_size)))
+        return epochs, math.ceil(self.patience * epochs / EPOCHS)
 
     def replace(self, **changes: Any) -> Recipe:
         """This recipe with some options changed; the name then tells in what it differs from the recipe it began as.
@@ -203,6 +213,7 @@ PAPER = Recipe(
     pooling="mean",
     scaling=False,
     dropout=0.1,
+    pool="mean",
     post=1,
     steps=2,
     residual=False,

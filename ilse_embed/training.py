@@ -302,9 +302,10 @@ def _fit(
     """Train, or go on where the last checkpoint in the folder is; the model then has the best epoch's weights."""
     dataset, loss, evaluator, metric = objective(model, task, recipe)
     plateau = recipe.schedule == "reduce_lr_on_plateau"
+    epochs, patience = recipe.epochs_and_patience(len(dataset))
     args = SentenceTransformerTrainingArguments(
         output_dir=str(folder),
-        num_train_epochs=recipe.epochs,
+        num_train_epochs=epochs,
         per_device_train_batch_size=recipe.batch_size,
         learning_rate=recipe.learning_rate,
         weight_decay=recipe.weight_decay,
@@ -335,11 +336,11 @@ def _fit(
         loss=loss,
         evaluator=evaluator,
         optimizers=(optimizer, None),  # type: ignore[arg-type]
-        callbacks=[EarlyStoppingCallback(recipe.patience), _Report(metric, progress)],
+        callbacks=[EarlyStoppingCallback(patience), _Report(metric, progress)],
     )
     trainer.remove_callback(PrinterCallback)
     last, state = last_checkpoint(folder) or (None, None)
-    if state is None or not ended(state, recipe.epochs):
+    if state is None or not ended(state, epochs):
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         state = trainer.state
     if state.best_metric is None or not math.isfinite(state.best_metric):

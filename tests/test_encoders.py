@@ -203,13 +203,29 @@ def test_dropout(p: float, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("topology", ["cayley", "complete", "path", "empty", "random_regular"])
 @pytest.mark.parametrize("operator", ["gin", "gcn"])
-@pytest.mark.parametrize("pool", ["mean", "sum"])
+@pytest.mark.parametrize("pool", ["weighted", "mean", "sum"])
 def test_residual_encoder_starts_as_deep_sets(topology: str, operator: str, pool: str) -> None:
     graph = LayerGNN(7, WIDTH, topology=topology, hidden=HIDDEN, steps=2, operator=operator, pool=pool)
     sets = DeepSets(7, WIDTH, hidden=HIDDEN, pre=1, post=0, pool=pool)
     sets.phi.load_state_dict(graph.project.state_dict())
     layers = torch.randn(3, 7, WIDTH)
     assert torch.allclose(graph.encode_layers(layers), sets.encode_layers(layers), atol=1e-6)
+
+
+def test_a_weighted_pool_by_hand() -> None:
+    encoder = DeepSets(3, WIDTH, hidden=HIDDEN, pool="weighted")
+    layers = torch.randn(2, 3, WIDTH)
+    plain = DeepSets(3, WIDTH, hidden=HIDDEN, pool="mean")
+    plain.phi.load_state_dict(encoder.phi.state_dict())
+    assert torch.allclose(
+        encoder.encode_layers(layers), plain.encode_layers(layers), atol=1e-6
+    )  # it starts as the mean
+    encoder.encode_layers(layers).pow(2).sum().backward()
+    assert encoder.pool_layers.logits.grad.ne(0).all()
+    with torch.no_grad():
+        encoder.pool_layers.logits += torch.tensor([0.5, 0.25, 0.75]).log() / 30
+    expected = (encoder.phi(layers) * torch.tensor([2 / 6, 1 / 6, 3 / 6])[:, None]).sum(1)
+    assert torch.allclose(encoder.encode_layers(layers), expected, atol=1e-6)
 
 
 def test_residual_gates_get_a_gradient_at_the_start() -> None:
@@ -432,6 +448,7 @@ def test_output_norm(name: str) -> None:
         ("mlp", {"layer": "mean", "final_relu": False}),
         ("concat", {"dropout": 0.2}),
         *((name, {"output_norm": True}) for name in NORMED),
+        *((name, {"pool": "weighted"}) for name in ("cayley", "set")),
     ],
 )
 def test_save_and_load(name: str, options: dict[str, Any], tmp_path: Path) -> None:

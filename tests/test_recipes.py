@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -11,6 +11,7 @@ from ilse_embed.encoders import ENCODERS, build_encoder, encoder_options
 from ilse_embed.recipes import PAPER, RECIPES, Recipe
 
 OPTIONS = {option.name: get_type_hints(Recipe)[option.name] for option in dataclasses.fields(Recipe)}
+CHOICES = {name: get_args(kind) for name, kind in OPTIONS.items() if get_origin(kind) is Literal}
 NUMBERS = [name for name, kind in OPTIONS.items() if kind in (int, float)]
 
 
@@ -47,12 +48,7 @@ def test_both_recipes() -> None:
             for name in ("scaling", "residual", "positional", "output_norm")
             for value in (1, 0, "yes", None)
         ),
-        *(
-            (name, v, '"')
-            for name, kind in OPTIONS.items()
-            if get_args(kind)
-            for v in ("", "Mean", None, 0, True, ["mean"])
-        ),
+        *((name, v, '"') for name in CHOICES for v in ("", "Mean", None, 0, True, ["mean"])),
         ("name", None, "strings"),
     ],
 )
@@ -60,29 +56,47 @@ def test_wrong_values(option: str, value: Any, allowed: str) -> None:
     with pytest.raises(ValueError, match=rf"^{option} is ") as error:
         Recipe(**{option: value})
     assert repr(value) in str(error.value) and allowed in str(error.value)
-    for one in get_args(OPTIONS[option]):
+    for one in CHOICES.get(option, ()):
         assert f'"{one}"' in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [("steps", 0), ("post", 0), ("graph_seed", 0), ("dropout", 0), ("dropout", 0.99), ("weight_decay", 0.0)]
-    + [(name, one) for name, kind in OPTIONS.items() for one in get_args(kind)],
+    + [(name, one) for name, values in CHOICES.items() for one in values],
 )
 def test_right_values(option: str, value: Any) -> None:
     assert getattr(Recipe(**{option: value}), option) == value
 
 
 @pytest.mark.parametrize(
+    ("rows", "options", "wanted"),
+    [
+        (16_000, {}, (8, 3)),
+        (2_400, {}, (8, 3)),  # 38 steps
+        (640, {}, (30, 12)),
+        (1, {}, (300, 113)),
+        (640, {"batch_size": 32}, (15, 6)),
+        (640, {"epochs": 4}, (4, 3)),
+        (16_000, {"epochs": 50, "patience": 15}, (50, 15)),
+    ],
+)
+def test_a_small_training_split_is_passed_over_more_often(
+    rows: int, options: dict[str, Any], wanted: tuple[int, int]
+) -> None:
+    assert Recipe(**options).epochs_and_patience(rows) == wanted
+
+
+@pytest.mark.parametrize(
     ("changes", "name"),
     [
         ([{}], "default"),
-        ([{"epochs": 30}], "default"),  # no change
+        ([{"epochs": None}], "default"),  # no change
         ([{"epochs": 3}], "default,epochs=3"),
         ([{"steps": 4, "epochs": 3, "residual": False}], "default,epochs=3,residual=False,steps=4"),
         ([{"epochs": 3}, {"steps": 4}], "default,epochs=3,steps=4"),
         ([{"epochs": 3}, {"epochs": 4}], "default,epochs=4"),
-        ([{"epochs": 3}, {"epochs": 30}], "default"),
+        ([{"epochs": 3}, {"epochs": None}], "default"),
         ([{"epochs": 3, "name": "mine"}], "mine"),
         ([{"name": "mine"}, {"steps": 4}], "mine,steps=4"),
     ],

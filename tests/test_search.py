@@ -27,7 +27,7 @@ from ilse_embed.spaces import SPACES, Range, Space, read_space
 from ilse_embed.tasks import Labelled, Pairs, Task
 from ilse_embed.training import train
 
-SMALL = Recipe(hidden=4, epochs=3, batch_size=32, learning_rate=1e-2)
+SMALL = Recipe(hidden=4, pool="mean", output_norm=False, epochs=3, batch_size=32, learning_rate=1e-2)
 FOUR: dict[str, Any] = {"pre": [1, 2], "pool": ["mean", "sum"]}
 OPEN: dict[str, Any] = {"learning_rate": {"low": 1e-3, "high": 1e-1, "log": True}, **FOUR}
 

@@ -27,7 +27,9 @@ from ilse_embed.tasks import Labelled, Pairs, Task
 from ilse_embed.training import TrainedHead, initial_parts, train
 
 LAYERS, WIDTH, LABELS = 4, 8, ["grün", "no way", "rot\n", "😀 blau"]
-SMALL = Recipe(hidden=16, epochs=6, batch_size=16, learning_rate=1e-2, dropout=0.1, output_norm=False)
+SMALL = Recipe(
+    hidden=16, epochs=6, batch_size=16, learning_rate=1e-2, dropout=0.1, pool="mean", output_norm=False, patience=6
+)
 
 
 def planted(latent: torch.Tensor, seed: int) -> torch.Tensor:
@@ -161,6 +163,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"hidden": 15},
         {"dropout": 0.2},
         {"pool": "sum"},
+        {"pool": "weighted"},
         {"pre": 2},
         {"post": 1},
         {"positional": True},

@@ -129,11 +129,32 @@ def encoder_options(name: str) -> list[str]:
     return list(inspect.signature(ENCODERS[name]).parameters)[2:]
 
 
-LAYER_POOLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda layers: layers.mean(1),
-    "sum": lambda layers: layers.sum(1),
-}
-"""Ways to pool over the layers, (B, L, m) -> (B, m)."""
+LAYER_POOLS = ("weighted", "mean", "sum")
+"""Ways to pool over the layers."""
+
+
+class LayerPool(nn.Module):
+    """Pools over the layers: their mean, their sum, or a mean with trained weights, the same for every text.
+
+    The weights are ``softmax(30 w)``, as those of `ScalarMix`, and start equal. Without the factor they would hardly
+    move within a training at the learning rate of the maps.
+    """
+
+    def __init__(self, kind: str, num_layers: int) -> None:
+        """Make the weights, (L,), for "weighted"."""
+        super().__init__()
+        self.kind = kind
+        self.logits = nn.Parameter(torch.zeros(num_layers)) if kind == "weighted" else None
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Pool.
+
+        Shapes:
+            states: (L, B, m) -> (B, m)
+        """
+        if self.logits is None:
+            return states.mean(0) if self.kind == "mean" else states.sum(0)
+        return ((30 * self.logits).softmax(0) @ states.flatten(1)).view(states.shape[1:])
 
 
 def check_options(*, pool: str, **sizes: int) -> None:
@@ -143,7 +164,7 @@ def check_options(*, pool: str, **sizes: int) -> None:
         ValueError: With the option, what came and what is allowed.
     """
     if pool not in LAYER_POOLS:
-        raise ValueError(f"pool is {pool!r}; allowed are {json.dumps(list(LAYER_POOLS))}")
+        raise ValueError(f"pool is {pool!r}; allowed are {json.dumps(LAYER_POOLS)}")
     for name, size in sizes.items():
         if size < 0:
             raise ValueError(f"{name} is {size}; it must not be negative")

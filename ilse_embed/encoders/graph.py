@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ilse_embed.encoders.base import (
-    LAYER_POOLS,
     FastDropout,
     LayerEncoder,
+    LayerPool,
     LayerPositions,
     check_options,
     dense_blocks,
@@ -145,7 +145,7 @@ class LayerGNN(LayerEncoder):
             steps: Message-passing steps K.
             operator: "gin" or "gcn".
             gin_depth: Linear + ReLU pairs in the MLP of a GIN step.
-            pool: "mean" or "sum" over the layers; virtual nodes are left out.
+            pool: Over the layers, see `LayerPool`; virtual nodes are left out.
             dropout: Probability after the projection and after each step.
             residual: Whether each step adds to what was there instead of replacing it.
             positional: Whether a trained vector for each layer is added to its projection.
@@ -182,6 +182,7 @@ class LayerGNN(LayerEncoder):
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(steps))
         self.after = nn.Sequential(nn.Identity() if operator == "gin" else nn.ReLU(), FastDropout(dropout))
         self.gates = nn.Parameter(torch.zeros(steps)) if residual else None
+        self.pool_layers = LayerPool(pool, num_layers)
         self.norm = last_norm(hidden, output_norm)
 
     def _weights(self) -> list[Tensor]:
@@ -224,7 +225,7 @@ class LayerGNN(LayerEncoder):
             if self.gates is not None:  # virtual nodes appear with 0 and are dropped at the end
                 update = pad_nodes(states, len(update)) + self.gates[step] * update
             states = update
-        fused: Tensor = self.norm(LAYER_POOLS[self.pool](states.transpose(0, 1)))
+        fused: Tensor = self.norm(self.pool_layers(states))
         return fused
 
     def _pass_messages(self, step: int, states: Tensor) -> Tensor:

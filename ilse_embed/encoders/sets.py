@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ilse_embed.encoders.base import (
-    LAYER_POOLS,
     LayerEncoder,
+    LayerPool,
     LayerPositions,
     check_options,
     dense_blocks,
@@ -55,7 +55,7 @@ class DeepSets(LayerEncoder):
             hidden: Embedding width m.
             pre: Depth of phi, applied to each layer.
             post: Depth of rho, applied after the pool.
-            pool: "mean" or "sum" over layers.
+            pool: Over the layers; see `LayerPool`.
             dropout: Probability after each ReLU.
             positional: Whether phi tells the layers apart: by a trained vector for each, added before its first ReLU.
             output_norm: Whether a layer norm with trained scale and shift ends the encoder.
@@ -74,6 +74,7 @@ class DeepSets(LayerEncoder):
         self.phi = dense_blocks(layer_width, hidden, pre, dropout)
         if positional:
             self.phi.insert(1, LayerPositions(num_layers, hidden))
+        self.pool_layers = LayerPool(pool, num_layers)
         self.rho = dense_blocks(hidden if pre else layer_width, hidden, post, dropout)
         self.norm = last_norm(hidden, output_norm)
 
@@ -88,7 +89,8 @@ class DeepSets(LayerEncoder):
         Shapes:
             layers: (B, L, d) -> (B, m)
         """
-        fused: Tensor = self.norm(self.rho(LAYER_POOLS[self.pool](self.phi(layers))))
+        states = self.phi(layers).transpose(0, 1)
+        fused: Tensor = self.norm(self.rho(self.pool_layers(states)))
         return fused
 
     def get_embedding_dimension(self) -> int:
