@@ -55,7 +55,7 @@ def main() -> None:
             "best_layer": {"raw": round(max(raw), 2), "standardised": round(max(scaled), 2)},
         }
         print(name, pooling, {key: value for key, value in forms[pooling].items() if "spearman" not in key}, flush=True)
-    chosen = BackboneSource(folder).load().pooling
+    chosen = BackboneSource(folder, "sink_aware").load().pooling
     content = {"run": this_run(), "backbone": name, "chosen": chosen, "forms": forms}
     print("sink_aware takes", chosen, "->", write_result(f"sinks-{name}", content))
 

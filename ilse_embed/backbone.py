@@ -70,7 +70,7 @@ class LayerTransformer(Transformer):
         self,
         model_name_or_path: str,
         *,
-        pooling: str = "sink_aware",
+        pooling: str = "mean",
         include_prompt: bool = True,
         max_seq_length: int | None = None,
         on_truncate: str = "warn",
@@ -88,9 +88,9 @@ class LayerTransformer(Transformer):
 
         Args:
             model_name_or_path: Name on the hub or folder of anything that transformers' ``AutoModel`` loads.
-            pooling: One of `POOLINGS`, or "sink_aware": measure whether the first token is an attention sink and take
-                "mean_without_first" if so, else "mean". Where the tokenizer puts a BOS token in front, that is the
-                first token. ``self.pooling`` then names what was taken.
+            pooling: One of `POOLINGS`, or "sink_aware", for layers that nothing standardises: measure whether the first
+                token is an attention sink and take "mean_without_first" if so, else "mean". Where the tokenizer puts a
+                BOS token in front, that is the first token. ``self.pooling`` then names what was taken.
             include_prompt: Whether the tokens of a prompt count in the mean.
             max_seq_length: Longest text in tokens; by default the model's limit, at most 2048.
             on_truncate: "warn" (once), "error" or "ignore", when a text is longer than ``max_seq_length``.
@@ -349,6 +349,7 @@ class LayerTransformer(Transformer):
         self.pooling = pooling
         if pooling == "mean_after_bos" and not adds_first_token(self.tokenizer):
             put_bos_in_front(self.tokenizer)
+        self.reduce_layers(self.preprocess(["a"]), torch.Tensor.detach)  # refuses what gives no layers before any work
 
     def _facts(self) -> dict[str, Any]:
         return {

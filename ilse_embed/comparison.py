@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from ilse_embed.grid import Results, Run
+from ilse_embed.grid import SUFFIXES, Results, Run
 from ilse_embed.tasks import Pairs, Task
 
 RESAMPLES = 1000
@@ -124,6 +124,9 @@ def compare(
                 groups.setdefault((run.backbone, run.recipe.name, run.method, name), []).append(run)
     rows = []
     for (backbone, recipe, method, name), members in groups.items():
+        task_name = next(
+            task for task in members[0].tasks if name in [task + suffix for suffix in SUFFIXES[members[0].kind]]
+        )
         scores = [results.score(run, name) or 0.0 for run in members]
         notes = [results.notes[run.id] for run in members]
         row: dict[str, Any] = {
@@ -131,6 +134,8 @@ def compare(
             "recipe": recipe,
             "method": method,
             "result": name,
+            "task": task_name,
+            "kind": members[0].kind,
             "mean": round(float(np.mean(scores)), 2),
             "spread": round(float(np.std(scores, ddof=1)), 2) if len(scores) > 1 else None,
             "seeds": [run.seed for run in members],
@@ -138,15 +143,11 @@ def compare(
             "training_seconds": round(float(np.mean([note["seconds"]["training"] for note in notes])), 1),
         }
         others = groups.get((backbone, recipe, str(reference), name))
-        task_name = name.removesuffix("-head")
-        if others and method != reference and task_name in members[0].tasks and members[0].kind == _kind_of(name):
+        of_outcomes = task_name if members[0].kind == "sts" else f"{task_name}-head"
+        if others and method != reference and name == of_outcomes:
             pair = (np.stack([results.outcomes(run, task_name) for run in side]) for side in (members, others))
             found = paired_bootstrap(*pair, scorer(task_of(task_name)))
             row["difference"] = {key: round(value, 2) for key, value in asdict(found).items()}
             row["verdict"] = found.verdict
         rows.append(row)
     return rows
-
-
-def _kind_of(result: str) -> str:
-    return "classification" if result.endswith("-head") else "sts"

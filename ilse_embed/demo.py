@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ilse_embed.artifact import check_target
+from ilse_embed.backbone import LayerTransformer
 from ilse_embed.evaluation import evaluate
 from ilse_embed.extraction import BackboneSource, extract
 from ilse_embed.features import LayerTable, fit_scaling
@@ -98,12 +99,14 @@ def run_demo(backbone_path: str, output: Path, *, seed: int = 0, say: Say = lamb
     texts = [text for task in tasks for text in task.texts()]
     rows: list[Row] = []
     kept: dict[str, TrainedHead] = {}
+    extracted: dict[str, tuple[LayerTransformer, LayerTable, float]] = {}
     for recipe in (RECIPES["paper"], RECIPES["default"]):
-        backbone = BackboneSource(backbone_path, recipe.pooling).load()
-        say(f"Extracting {backbone.num_layers} layers of {len(texts)} texts ({recipe.name} recipe: {backbone.pooling})")
-        before = time.perf_counter()
-        table = extract(backbone, texts)
-        seconds = time.perf_counter() - before
+        if recipe.pooling not in extracted:
+            backbone = BackboneSource(backbone_path, recipe.pooling).load()
+            say(f"Extracting {backbone.num_layers} layers of {len(texts)} texts (token pooling: {backbone.pooling})")
+            before = time.perf_counter()
+            extracted[recipe.pooling] = backbone, extract(backbone, texts), time.perf_counter() - before
+        backbone, table, seconds = extracted[recipe.pooling]
         say(f"Training on them ({recipe.name} recipe)")
         methods = {method: Row(recipe.name, method, seconds) for method in _METHODS}
         for task in tasks:

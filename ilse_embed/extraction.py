@@ -48,7 +48,7 @@ class BackboneSource:
     """
 
     name: str
-    pooling: str = "sink_aware"
+    pooling: str = "mean"
     max_seq_length: int | None = None
     dtype: str | None = None
 

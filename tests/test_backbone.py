@@ -467,7 +467,7 @@ def test_sink_aware_choice(
     tiny_backbone: TinyBackbone, tmp_path: Path, tokenizer: str, sinks: list[float], pooling: str
 ) -> None:
     folder = with_sink(tiny_backbone("gpt2", tokenizer), tmp_path / "sink", sinks)
-    backbone = LayerTransformer(str(folder))
+    backbone = LayerTransformer(str(folder), pooling="sink_aware")
     assert backbone.pooling == pooling
     usual = AutoTokenizer.from_pretrained(folder)("ferry")["input_ids"]
     if len(usual) > 1:  # a text of one token gets another in front
@@ -483,7 +483,7 @@ def test_a_text_of_one_token_is_not_pooled_over_the_sink(
     tiny_backbone: TinyBackbone, tmp_path: Path, side: str, texts: list[str]
 ) -> None:
     folder = with_sink(tiny_backbone("gpt2", "chat"), tmp_path / "sink", [1000])
-    backbone = LayerTransformer(str(folder), processor_kwargs={"padding_side": side})
+    backbone = LayerTransformer(str(folder), pooling="sink_aware", processor_kwargs={"padding_side": side})
     assert backbone.pooling == "mean_without_first"
     features = backbone.preprocess(texts)
     assert features["attention_mask"].sum(1).min() >= 2
@@ -502,12 +502,12 @@ def test_share_of_the_first_token_by_hand(tiny_backbone: TinyBackbone, tmp_path:
 
 
 def test_bert_keeps_the_plain_mean(tiny_backbone: TinyBackbone) -> None:
-    assert LayerTransformer(str(tiny_backbone("bert"))).pooling == "mean"
+    assert LayerTransformer(str(tiny_backbone("bert")), pooling="sink_aware").pooling == "mean"
 
 
 def test_smollm2(smollm2: Path) -> None:
     before = first_token_share(LayerTransformer(str(smollm2), pooling="mean"))
-    backbone = LayerTransformer(str(smollm2))
+    backbone = LayerTransformer(str(smollm2), pooling="sink_aware")
     assert backbone.pooling == "mean_without_first"
     assert before.shape == (backbone.num_layers,) == (31,)
     assert before.max() > 0.9

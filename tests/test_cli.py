@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -107,9 +107,10 @@ def test_train_evaluate_encode(ilse: Ilse, tiny_backbone: Callable[..., Path], m
 def changed(option: dataclasses.Field[Any]) -> Any:
     """Another allowed value than that of the recipe `default`."""
     kind, usual = get_type_hints(Recipe)[option.name], option.default
-    if get_args(kind):
+    if get_origin(kind) is Literal:
         return next(value for value in get_args(kind) if value not in (usual, "sink_aware"))
-    return {bool: not usual, int: 12 if option.name == "hidden" else 2 + (usual == 2), float: 0.015}[kind]
+    whole = 12 if option.name == "hidden" else 2 + (usual == 2)
+    return {bool: not usual, int: whole, int | None: whole, float: 0.015}[kind]
 
 
 def test_every_field_of_a_recipe_has_an_option(

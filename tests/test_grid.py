@@ -158,7 +158,7 @@ def test_results_are_mtebs_and_nothing_is_done_twice(place: Callable[..., Labora
     for run in runs:
         assert laboratory.results.missing(run) == []
         note = laboratory.results.notes[run.id]
-        epochs = {"layer": 30, "set": 2, "lora": 1}[run.method.partition(",")[0]]
+        epochs = {"layer": None, "set": 2, "lora": 1}[run.method.partition(",")[0]]
         assert (note["method"], note["seed"], note["recipe"]["epochs"]) == (run.method, 0, epochs)
         assert note["chosen"] == run.method or note["chosen"].startswith("layer,layer=")
         assert note["chosen"] != "layer,layer=best"
@@ -280,6 +280,12 @@ def test_command(
     assert "2 runs done here; nothing is missing" in done.out
     assert "2 runs, 0 are left" in ilse("grid", "status", *usual).out
     shown = ilse("grid", "table", *usual, "--reference", "mean", "--json", tmp_path / "table.json")
-    assert shown.code == 0 and "Banking77Classification-full-probe" in shown.out.replace("\n", "")
-    assert len(json.loads((tmp_path / "table.json").read_text())["rows"]) == 6
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert shown.code == 0 and len(rows) == 6
+    (head,) = (row for row in rows if row["result"] == "Banking77Classification-head")
+    row = f"| `{head['method']}` | {head['mean']:.1f} | {head['mean']:.1f} | 1 | {head['parameters']:,} | "
+    assert "**Classification, protocol `head`: accuracy of the linear head, %**\n\n| method | Bank" in shown.out
+    assert row in shown.out and shown.out.count("\n| `") == 5
+    assert ilse("grid", "table", *usual, "--markdown", tmp_path / "table.md").code == 0
+    assert row in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert_refused(ilse("grid", "run", *usual, "--backbone", "tiny"), "--backbone is 'tiny'; it must be NAME=FOLDER")

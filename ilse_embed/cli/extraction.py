@@ -34,9 +34,7 @@ def extract(
         list[str] | None, typer.Option(help='Column of texts in files, again for more; by default "text", or the only.')
     ] = None,
     data_dir: DataDirOption = None,
-    pooling: Annotated[
-        str, typer.Option(help="sink_aware, mean, mean_without_first or mean_after_bos.")
-    ] = "sink_aware",
+    pooling: Annotated[str, typer.Option(help="mean, mean_without_first, mean_after_bos or sink_aware.")] = "mean",
     max_seq_length: Annotated[
         int | None, typer.Option(help="Longest text in tokens; by default the model's, at most 2048.")
     ] = None,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -68,33 +68,25 @@ def grid_table(
     output: ResultsOption = Path("leaderboard"),
     data_dir: DataDirOption = None,
     reference: Annotated[str, typer.Option(help="Method that the others are compared with.")] = "cayley",
+    output_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Mean and spread of every method, and whether it is better or worse than the reference."""
+    """Mean and spread of every method, and whether it is better or worse than the reference, as Markdown."""
     quiet()
     from ilse_embed.comparison import compare
+    from ilse_embed.files import write_atomically
     from ilse_embed.methods import Method
+    from ilse_embed.report import markdown
 
     laboratory, runs = _open(file, output, data_dir, None, None)
     rows = compare(laboratory.results, runs, laboratory.task, str(Method.parse(reference)))
-    sign = {"better": " +", "worse": " -", "level": " ="}
-    for group in dict.fromkeys((row["backbone"], row["recipe"]) for row in rows):
-        here = [row for row in rows if (row["backbone"], row["recipe"]) == group]
-        methods = list(dict.fromkeys(row["method"] for row in here))
-        table = Table(plain(" ".join(group)), *map(plain, methods))
-        for result in dict.fromkeys(row["result"] for row in here):
-            cells = {row["method"]: row for row in here if row["result"] == result}
-            table.add_row(result, *(_cell(cells.get(method), sign) for method in methods))
-        console.print(table)
-    say(f"mean and spread over seeds; + better, - worse, = level with {reference} (95 % paired bootstrap)")
+    text = markdown(rows, reference)
+    if output_file is None:
+        typer.echo(text)
+    else:
+        write_atomically(output_file, text.encode())
+        say(f"Saved: {output_file}")
     write_report(json_file, {"reference": reference, "rows": rows})
-
-
-def _cell(row: dict[str, Any] | None, sign: dict[str, str]) -> str:
-    if row is None:
-        return ""
-    spread = "" if row["spread"] is None else f" ± {row['spread']:.1f}"
-    return f"{row['mean']:.1f}{spread}{sign.get(row.get('verdict', ''), '')}"
 
 
 def _places(pairs: list[str] | None) -> dict[str, str]:
