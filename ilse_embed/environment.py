@@ -20,10 +20,10 @@ def environment(program: str, arguments: Sequence[str] | None = None) -> dict[st
 
     Args:
         program: How the program is called, for example "ilse" or "python -m benchmarks.sinks".
-        arguments: Its arguments, by default those of this process; of an absolute path only the last part is kept.
+        arguments: Its arguments, by default those of this process; of an absolute path, NAME=PATH too, only the last part is kept.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    shown = [Path(argument).name if Path(argument).is_absolute() else argument for argument in given]
+    shown = [_without_folders(argument) for argument in given]
     return {
         "command": f"{program} {shlex.join(shown)}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -36,6 +36,11 @@ def environment(program: str, arguments: Sequence[str] | None = None) -> dict[st
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def _without_folders(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 
 
 def _cpu() -> str:
