@@ -20,7 +20,8 @@ def environment(program: str, arguments: Sequence[str] | None = None) -> dict[st
 
     Args:
         program: How the program is called, for example "ilse" or "python -m benchmarks.sinks".
-        arguments: Its arguments, by default those of this process; of an absolute path, NAME=PATH too, only the last part is kept.
+        arguments: Its arguments, by default those of this process; of an absolute path, NAME=PATH too, only the last
+            part is kept.
     """
     given = sys.argv[1:] if arguments is None else arguments
     shown = [_without_folders(argument) for argument in given]
