@@ -145,8 +145,8 @@ def compare(
         others = groups.get((backbone, recipe, str(reference), name))
         of_outcomes = task_name if members[0].kind == "sts" else f"{task_name}-head"
         if others and method != reference and name == of_outcomes:
-            pair = (np.stack([results.outcomes(run, task_name) for run in side]) for side in (members, others))
-            found = paired_bootstrap(*pair, scorer(task_of(task_name)))
+            mine, theirs = (np.stack([results.outcomes(run, task_name) for run in side]) for side in (members, others))
+            found = paired_bootstrap(mine, theirs, scorer(task_of(task_name)))
             row["difference"] = {key: round(value, 2) for key, value in asdict(found).items()}
             row["verdict"] = found.verdict
         rows.append(row)

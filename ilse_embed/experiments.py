@@ -200,7 +200,7 @@ def _remember(model: IlseSentenceTransformer, table: LayerTable) -> None:
         rows = said[output_value][table.indices(texts)]
         return rows.numpy() if output_value == "sentence_embedding" else list(rows)
 
-    model.encode = encode  # type: ignore[method-assign, assignment]
+    model.encode = encode  # type: ignore[method-assign]
 
 
 def model_name(run: Run) -> str:

@@ -345,7 +345,13 @@ def test_any_folder(run: Any, tmp_path: Path) -> None:
     [
         ("paper", "cayley", "sts", math.inf, ["post", "pre"]),
         ("paper", "set", "sts", math.inf, ["gin_depth", "operator", "steps"]),
-        ("default", "mean", "classification", math.inf, ["dropout", "gin_depth", "operator", "pool", "post", "pre", "steps"]),
+        (
+            "default",
+            "mean",
+            "classification",
+            math.inf,
+            ["dropout", "gin_depth", "operator", "pool", "post", "pre", "steps"],
+        ),
     ],
 )
 def test_spaces_of_the_package(name: str, encoder: str, kind: str, size: float, left_out: list[str]) -> None:
