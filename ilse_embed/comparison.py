@@ -70,7 +70,7 @@ def paired_bootstrap(
     everything = np.arange(examples)
     differences = []
     for _ in range(RESAMPLES):
-        drawn = rng.integers(examples, size=examples)
+        drawn = rng.integers(examples, size=(examples,))
         scores = []
         for outcomes in (first, second):
             seeds, counts = np.unique(rng.integers(len(outcomes), size=len(outcomes)), return_counts=True)
