@@ -94,7 +94,9 @@ def layer_scores(task: Task, table: LayerTable, split: Split, scaling: LayerScal
 
 
 def outcomes(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> NDArray[Any]:
-    """What a trained head says of each example: the cosine of a pair, or the number of a text's predicted label.
+    """What a trained head says of each example: the cosine of a pair, or the place of a text's predicted label among the task's.
+
+    A label that the task does not have is -1.
 
     Shapes:
         -> (n,)
@@ -108,7 +110,9 @@ def outcomes(trained: TrainedHead, task: Task, table: LayerTable, split: Split) 
         if trained.head is None:
             said = torch.nn.functional.cosine_similarity(parts[0], parts[1], dim=-1)
         else:
-            said = trained.head.linear(parts[0]).argmax(-1)
+            position = {label: number for number, label in enumerate(task.labels)}
+            places = torch.tensor([position.get(label, -1) for label in trained.head.labels])
+            said = places[trained.head.linear(parts[0]).argmax(-1)]
     return said.numpy()
 
 
@@ -121,7 +125,8 @@ def outcome_score(said: NDArray[Any], task: Task, split: Split) -> float:
     data = task.splits[split]
     if isinstance(data, Pairs):
         return 100 * float(spearmanr(said, data.scores).statistic)
-    return 100 * float(np.mean(np.array(task.labels)[said] == np.array(data.labels)))
+    number = {label: position for position, label in enumerate(task.labels)}
+    return 100 * float(np.mean(said == np.array([number[label] for label in data.labels])))
 
 
 def trained_score(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> float:
