@@ -94,9 +94,9 @@ def layer_scores(task: Task, table: LayerTable, split: Split, scaling: LayerScal
 
 
 def outcomes(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> NDArray[Any]:
-    """What a trained head says of each example: the cosine of a pair, or the place of a text's predicted label among the task's.
+    """What a trained head says of each example: the cosine of a pair, or the number of a text's predicted label.
 
-    A label that the task does not have is -1.
+    Labels are numbered as the task has them, whatever the head's order; one that the task does not have is -1.
 
     Shapes:
         -> (n,)
