@@ -127,7 +127,7 @@ class Laboratory:
                     method = method.with_layer(self._best_layer(run, recipe, task, table))
                 trained = train(task, table, method.encoder, recipe, encoder_args=method.encoder_args, **options)
             trained_at = time.perf_counter()
-            model = build(CachedLayers(table, backbone), **trained.parts)
+            model = build(CachedLayers(table, backbone), **trained.parts).cpu()  # the features are there
             _remember(model, table)
             name = model_name(run)
             where = {"output": self.results.folder, "name": name}

@@ -113,6 +113,6 @@ def search(
     console.print(shown)
     say(f"Best recipe: {result.recipe.name}")
     path = output / "recipe.json"
-    say(f"Saved: {path}; to train with it: ilse train --recipe {path}")
+    say(f'Saved: {path}; to train with it: ilse train --encoder "{method}" --recipe {path}')
     report = asdict(result) | {"size": None if math.isinf(result.size) else result.size}
     write_report(json_file, report | {"task": data.name, "encoder": str(method), "seed": seed, "space": str(searched)})
