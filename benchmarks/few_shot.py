@@ -31,11 +31,12 @@ from benchmarks.common import read_result, this_run, write_result
 from ilse_embed.backbone import LayerTransformer
 from ilse_embed.extraction import BackboneSource, LayerExtractor, extract
 from ilse_embed.features import LayerTable, fit_scaling
+from ilse_embed.methods import best_layer
 from ilse_embed.recipes import RECIPES, LoraOptions
-from ilse_embed.scoring import layer_features, layer_scores, probe_accuracy, trained_score
+from ilse_embed.scoring import layer_features, probe_accuracy, trained_score
 from ilse_embed.store import FeatureStore
 from ilse_embed.tasks import Labelled, Task, few_shot, load_task
-from ilse_embed.training import train
+from ilse_embed.training import TrainedHead, train
 from ilse_embed.weights import cache_dir, smollm2
 
 SHOTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -73,8 +74,7 @@ class Bench:
     def head(self, task: Task, seed: int) -> dict[str, Any]:
         """The Cayley-Encoder and its linear head, trained together."""
         trained = train(task, self.table, "cayley", RECIPE, seed=seed)
-        told = {"validation": round(trained.validation, 2), "epochs": trained.epochs, "parameters": trained.parameters}
-        return {"test": trained_score(trained, task, self.table, "test"), "seconds": trained.seconds} | told
+        return _told(trained, task, self.table)
 
     def probe(self, task: Task, layers: str, standardised: bool) -> dict[str, Any]:
         """Logistic regression on the last layer, the best one on validation, or the mean of all layers."""
@@ -82,8 +82,7 @@ class Bench:
         scaling = fit_scaling(self.table, task.texts("train")) if standardised else None
         told: dict[str, Any] = {}
         if layers == "best":
-            scores = layer_scores(task, self.table, "validation", scaling)
-            told["layer"] = max(range(len(scores)), key=scores.__getitem__)
+            told["layer"] = best_layer(task, self.table, RECIPE.replace(scaling=standardised))
 
         def pick(features: torch.Tensor) -> torch.Tensor:
             return features.mean(1) if layers == "mean" else features[:, told.get("layer", -1)]
@@ -102,9 +101,7 @@ class Bench:
         options = LoraOptions()
         backbone = LoraTransformer(self.folder, pooling=RECIPE.pooling, adapter=options.adapter)
         trained = train_lora(task, backbone, options, RECIPE, seed=seed)
-        accuracy = trained_score(trained, task, extract(backbone, task.texts("test")), "test")
-        told = {"validation": round(trained.validation, 2), "epochs": trained.epochs, "parameters": trained.parameters}
-        return {"test": accuracy, "seconds": trained.seconds} | told
+        return _told(trained, task, extract(backbone, task.texts("test")))
 
     def setfit(self, task: Task, seed: int) -> dict[str, Any]:
         """SetFit on the backbone as a sentence-transformers model."""
@@ -113,8 +110,7 @@ class Bench:
 
         labelled, tested = task.splits["train"], task.splits["test"]
         assert isinstance(labelled, Labelled) and isinstance(tested, Labelled)
-        number = {label: row for row, label in enumerate(task.labels)}
-        columns = {"text": labelled.texts, "label": [number[label] for label in labelled.labels]}
+        columns = {"text": labelled.texts, "label": task.numbers(labelled.labels).tolist()}
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002 (SetFit shuffles its pairs with it)
         model = SetFitModel.from_pretrained(self.folder)
@@ -135,8 +131,13 @@ class Bench:
             Trainer(model=model, args=arguments, train_dataset=Dataset.from_dict(columns)).train()
         seconds = time.perf_counter() - started
         predicted = model.predict(tested.texts, as_numpy=True)
-        right = [int(one) == number[label] for one, label in zip(predicted, tested.labels, strict=True)]
-        return {"test": 100 * float(np.mean(right)), "seconds": seconds, "steps": steps}
+        accuracy = 100 * float(np.mean(np.asarray(predicted) == task.numbers(tested.labels)))
+        return {"test": accuracy, "seconds": seconds, "steps": steps}
+
+
+def _told(trained: TrainedHead, task: Task, table: LayerTable) -> dict[str, Any]:
+    told = {"validation": round(trained.validation, 2), "epochs": trained.epochs, "parameters": trained.parameters}
+    return {"test": trained_score(trained, task, table, "test"), "seconds": trained.seconds} | told
 
 
 METHODS: dict[str, Callable[[Bench, Task, int], dict[str, Any]]] = {

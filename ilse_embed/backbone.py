@@ -152,6 +152,8 @@ class LayerTransformer(Transformer):
         if backbone_facts is not None:
             self._check_facts(backbone_facts)
         self._set_pooling(pooling)
+        if backbone_facts is None and pooling != "sink_aware":  # the sink was not measured, and no artifact vouches
+            self.reduce_layers(self.preprocess(["a"]), torch.Tensor.detach)  # refuses what gives no layers before work
         self.on_truncate = on_truncate  # only now: texts that measure the sink are not the user's
         if max_seq_length is not None:
             self.max_seq_length = max_seq_length
@@ -349,7 +351,6 @@ class LayerTransformer(Transformer):
         self.pooling = pooling
         if pooling == "mean_after_bos" and not adds_first_token(self.tokenizer):
             put_bos_in_front(self.tokenizer)
-        self.reduce_layers(self.preprocess(["a"]), torch.Tensor.detach)  # refuses what gives no layers before any work
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from ilse_embed.grid import SUFFIXES, Results, Run
+from ilse_embed.grid import Results, Run
 from ilse_embed.tasks import Pairs, Task
 
 RESAMPLES = 1000
@@ -92,8 +92,7 @@ def scorer(task: Task) -> Callable[[Outcomes, NDArray[np.intp]], float]:
             return 100 * float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
         return spearman
-    number = {label: position for position, label in enumerate(task.labels)}
-    labels = np.array([number[label] for label in data.labels])
+    labels = task.numbers(data.labels)
 
     def accuracy(said: Outcomes, drawn: NDArray[np.intp]) -> float:
         return 100 * float(np.mean(said[drawn] == labels[drawn]))
@@ -124,9 +123,7 @@ def compare(
                 groups.setdefault((run.backbone, run.recipe.name, run.method, name), []).append(run)
     rows = []
     for (backbone, recipe, method, name), members in groups.items():
-        task_name = next(
-            task for task in members[0].tasks if name in [task + suffix for suffix in SUFFIXES[members[0].kind]]
-        )
+        task_name = members[0].task_of_result[name]
         scores = [results.score(run, name) or 0.0 for run in members]
         notes = [results.notes[run.id] for run in members]
         row: dict[str, Any] = {

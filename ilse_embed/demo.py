@@ -15,9 +15,10 @@ from ilse_embed.backbone import LayerTransformer
 from ilse_embed.evaluation import evaluate
 from ilse_embed.extraction import BackboneSource, extract
 from ilse_embed.features import LayerTable, fit_scaling
+from ilse_embed.methods import best_layer
 from ilse_embed.model import IlseSentenceTransformer, build, load
 from ilse_embed.recipes import RECIPES, Recipe
-from ilse_embed.scoring import layer_features, layer_scores, probe_features, trained_score, untrained_score
+from ilse_embed.scoring import layer_features, probe_features, trained_score, untrained_score
 from ilse_embed.tasks import Task, load_task
 from ilse_embed.training import TrainedHead, train
 
@@ -141,8 +142,7 @@ def _untrained_rows(methods: dict[str, Row], task: Task, table: LayerTable, reci
     """Rows without an encoder: cosine of the features for STS, logistic regression on all training labels else."""
     scaling = fit_scaling(table, task.texts("train")) if recipe.scaling else None
     test, fit = layer_features(task, table, "test", scaling), probe_features(task, table, scaling)
-    validation = layer_scores(task, table, "validation", scaling)
-    best = max(range(len(validation)), key=validation.__getitem__)
+    best = best_layer(task, table, recipe)
     methods["best layer"].detail[task.name] = best
     classifier = 0 if task.kind == "sts" else len(task.labels) * (test[0].shape[-1] + 1)
     for method, pick in {"last layer": -1, "best layer": best, "mean of layers": None}.items():

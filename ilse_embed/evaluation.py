@@ -129,13 +129,13 @@ def own_task(task: Task) -> Any:
     sts = task.kind == "sts"
     if missing := ({"test"} if sts else {"train", "test"}) - set(task.splits):
         raise ValueError(f"{task.name!r} lacks {sorted(missing)}; to be scored it needs these splits")
-    ids = {} if sts else {label: number for number, label in enumerate(task.labels)}
     columns: dict[str, dict[str, list[Any]]] = {}
     for split, rows in task.splits.items():
         if isinstance(rows, Pairs):
             columns[split] = {"sentence1": rows.sentence1, "sentence2": rows.sentence2, "score": rows.scores.tolist()}
         else:
-            columns[split] = {"text": rows.texts, "label": [ids[x] for x in rows.labels], "label_text": rows.labels}
+            numbers = task.numbers(rows.labels).tolist()
+            columns[split] = {"text": rows.texts, "label": numbers, "label_text": rows.labels}
     low, high = task.score_range or (0, 1)
     digest = hashlib.sha256(json.dumps([columns, low, high]).encode()).hexdigest()[:12]
     metadata = TaskMetadata(

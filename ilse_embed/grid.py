@@ -71,10 +71,15 @@ class Run:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
+    def task_of_result(self) -> dict[str, str]:
+        """The task of each result, by the result's name: task and protocol in one, as the evaluation gives it."""
+        named = {f"{task}{suffix}": task for task in self.tasks for suffix in SUFFIXES[self.kind]}
+        return {name: task for name, task in named.items() if name != f"{TRANSFER}-leakfree"}
+
+    @property
     def result_names(self) -> list[str]:
-        """Names of the results, task and protocol in one, as the evaluation gives them."""
-        names = [f"{task}{suffix}" for task in self.tasks for suffix in SUFFIXES[self.kind]]
-        return [name for name in names if name != f"{TRANSFER}-leakfree"]
+        """Names of the results."""
+        return list(self.task_of_result)
 
     def __str__(self) -> str:
         return f"{self.backbone} {self.method} {self.recipe.name} {self.trained_on} seed {self.seed}"

@@ -30,11 +30,8 @@ def objective(model: SentenceTransformer, task: Task, recipe: Recipe) -> tuple[D
     """
     train_split, validation = task.splits["train"], task.splits["validation"]
     if isinstance(train_split, Labelled) and isinstance(validation, Labelled):
-        number = {label: row for row, label in enumerate(task.labels)}
-        columns = {
-            "text": list(map(valid_unicode, train_split.texts)),
-            "label": [number[label] for label in train_split.labels],
-        }
+        numbers = task.numbers(train_split.labels).tolist()
+        columns = {"text": list(map(valid_unicode, train_split.texts)), "label": numbers}
         accuracy = AccuracyEvaluator(validation, "validation", 4 * recipe.batch_size)
         return Dataset.from_dict(columns), ClassificationLoss(model), accuracy, "eval_validation_accuracy"
     if not (isinstance(train_split, Pairs) and isinstance(validation, Pairs) and task.score_range is not None):

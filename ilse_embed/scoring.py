@@ -110,9 +110,7 @@ def outcomes(trained: TrainedHead, task: Task, table: LayerTable, split: Split) 
         if trained.head is None:
             said = torch.nn.functional.cosine_similarity(parts[0], parts[1], dim=-1)
         else:
-            position = {label: number for number, label in enumerate(task.labels)}
-            places = torch.tensor([position.get(label, -1) for label in trained.head.labels])
-            said = places[trained.head.linear(parts[0]).argmax(-1)]
+            said = torch.from_numpy(task.numbers(trained.head.labels))[trained.head.linear(parts[0]).argmax(-1)]
     return said.numpy()
 
 
@@ -125,8 +123,7 @@ def outcome_score(said: NDArray[Any], task: Task, split: Split) -> float:
     data = task.splits[split]
     if isinstance(data, Pairs):
         return 100 * float(spearmanr(said, data.scores).statistic)
-    number = {label: position for position, label in enumerate(task.labels)}
-    return 100 * float(np.mean(said == np.array([number[label] for label in data.labels])))
+    return 100 * float(np.mean(said == task.numbers(data.labels)))
 
 
 def trained_score(trained: TrainedHead, task: Task, table: LayerTable, split: Split) -> float:

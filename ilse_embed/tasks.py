@@ -109,6 +109,18 @@ class Task:
                 )
         return sorted(set().union(*found.values()))
 
+    def numbers(self, labels: Iterable[str]) -> NDArray[np.int64]:
+        """The place of each label among `labels`; -1 of one that is not there.
+
+        Shapes:
+            n labels -> (n,)
+
+        Raises:
+            ValueError: As `labels`.
+        """
+        place = {label: number for number, label in enumerate(self.labels)}
+        return np.array([place.get(label, -1) for label in labels], dtype=np.int64)
+
     def texts(self, *splits: Split) -> list[str]:
         """The distinct texts of some splits (all, if none is named), in the order of their first occurrence."""
         distinct: dict[str, None] = {}

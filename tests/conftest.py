@@ -7,6 +7,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin on a shared machine cost 40 times the work
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -180,6 +181,14 @@ def make_backbone(folder: Path, model_type: str, tokenizer_kind: str, seed: int 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     set_seed(0)
+
+
+@pytest.fixture(scope="module")
+def short_collections() -> Iterator[None]:
+    """The trainer collects garbage at each start, over all that was imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

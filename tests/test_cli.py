@@ -1,7 +1,6 @@
 """The command `ilse` on a tiny backbone and a small mirror, offline: what it writes, and one message if it cannot."""
 
 import dataclasses
-import gc
 import importlib.metadata
 import json
 import multiprocessing
@@ -10,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -46,12 +45,7 @@ TEXTS = [
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> Iterator[None]:
-    """The trainer collects garbage at each start, over all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 # ---------------------------------------------------------------------------------------------- train, evaluate, encode

@@ -1,6 +1,5 @@
 """The demo on a tiny backbone: its table, its models, and that mteb gives the reloaded ones the same scores."""
 
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -24,12 +23,7 @@ TASKS = ("quickstart-sts", "quickstart-intents")
 METHODS = ["last layer", "best layer", "mean of layers", "Set-Encoder", "Cayley-Encoder"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> Iterator[None]:
-    """The trainer collects garbage at each start, over all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Search on tiny layer tables: what it draws, prunes, repeats and refuses; after a kill; with two processes at once."""
 
 import dataclasses
-import gc
 import json
 import logging
 import math
@@ -10,7 +9,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,7 @@ FOUR: dict[str, Any] = {"pre": [1, 2], "pool": ["mean", "sum"]}
 OPEN: dict[str, Any] = {"learning_rate": {"low": 1e-3, "high": 1e-1, "log": True}, **FOUR}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> Iterator[None]:
-    """The trainer collects garbage at each start, over all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 @pytest.fixture(scope="module")

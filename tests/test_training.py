@@ -1,6 +1,5 @@
 """Training on layer tables with a planted signal: it learns, repeats, goes on after a kill, and says what is wrong."""
 
-import gc
 import logging
 import math
 import multiprocessing
@@ -8,7 +7,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,7 @@ def planted(latent: torch.Tensor, seed: int) -> torch.Tensor:
     return (turned[:, None] + noise) * torch.tensor([0.1, 1, 30, 3])[:, None]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> Iterator[None]:
-    """The trainer collects garbage at each start, over all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("short_collections")
 
 
 def table_of(texts: list[str], latent: torch.Tensor, seed: int = 0) -> LayerTable:

@@ -34,7 +34,7 @@ def features_of(
         pooling: Of the recipe.
         prompt: As ``--prompt``.
         store: As ``--store``.
-        dtype: As ``--store-dtype``.
+        dtype: As ``--dtype``.
         compress: As ``--compress``.
         check: Called with (layers L, width) before anything is written; what it raises ends all.
     """
