@@ -5,13 +5,14 @@ Several processes may work on one grid, on one machine or on a shared disk: each
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import re
 import resource
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
@@ -36,7 +36,7 @@ from ilse_embed.recipes import Recipe
 from ilse_embed.scoring import BATCH_TEXTS, outcomes
 from ilse_embed.store import FeatureStore
 from ilse_embed.tasks import Task, load_task
-from ilse_embed.training import TrainedHead, train
+from ilse_embed.training import fingerprint, train
 
 
 @dataclass
@@ -80,32 +80,38 @@ class Laboratory:
     def _place(self, run: Run) -> str:
         return self.places.get(run.backbone, run.backbone)
 
-    def perform(self, runs: Sequence[Run], tell: Callable[[Run, str], None] | None = None) -> int:
-        """Do what is missing and what no other process is at.
+    def perform(
+        self, runs: Sequence[Run], tell: Callable[[Run, str], None] | None = None
+    ) -> tuple[int, dict[Run, Exception]]:
+        """Do what is missing and what no other process is at; a run that fails does not keep the others from theirs.
 
         Args:
             runs: The runs of a grid.
             tell: Called with a run and what happens to it.
 
         Returns:
-            How many runs were done here.
+            How many runs were done here, and the error of each run that failed; its traceback is in ``work``.
         """
         self.work.mkdir(parents=True, exist_ok=True)
-        done = 0
+        done, failed = 0, {}
         for run in runs:
             if not self.results.missing(run):
                 continue
             with suppress(Timeout), FileLock(self.work / f"{run.id}.lock", timeout=0):
                 if not self.results.refresh().missing(run):  # another process was faster
                     continue
-                if tell is not None:
-                    tell(run, "starts")
-                note = self._perform(run)
-                self.results.refresh()
-                done += 1
-                if tell is not None:
-                    tell(run, f"{note['validation']:.2f} on validation, {sum(note['seconds'].values()):.0f} s")
-        return done
+                said = tell or (lambda run, what: None)
+                said(run, "starts")
+                try:
+                    note = self._perform(run)
+                except Exception as error:
+                    failed[run] = error
+                    write_atomically(self.work / f"{run.id}.txt", traceback.format_exc().encode())
+                    said(run, f"failed: {error}")
+                else:
+                    done += 1
+                    said(run, f"{note['validation']:.2f} on validation, {sum(note['seconds'].values()):.0f} s")
+        return done, failed
 
     def _perform(self, run: Run) -> dict[str, Any]:
         method, task = Method.parse(run.method), self.task(run.trained_on)
@@ -135,7 +141,8 @@ class Laboratory:
                 evaluate(model, run.tasks, self.data_dir, protocol=protocol, **where)  # type: ignore[arg-type]
             if run.kind == "sts":
                 others = [other for other in run.tasks if other != TRANSFER]
-                evaluate(model, others, self.data_dir, leak_free=True, **where)  # type: ignore[arg-type]
+                if others:
+                    evaluate(model, others, self.data_dir, leak_free=True, **where)  # type: ignore[arg-type]
             evaluated_at = time.perf_counter()
         meta = model_meta(model, name)
         note = {
@@ -160,30 +167,17 @@ class Laboratory:
             "peak_memory_mb": round(peak["mb"]),
             "environment": environment("ilse"),
         }
-        beside = self.results.folder / "results" / str(meta.name).replace("/", "__") / str(meta.revision) / "ilse"
-        beside.mkdir(parents=True, exist_ok=True)
-        write_atomically(beside / f"{run.id}.npz", self._outcomes(trained, run, table))
-        write_atomically(beside / f"{run.id}.json", (json.dumps(note, indent=1) + "\n").encode())
+        self.results.add(note, {name: outcomes(trained, self.task(name), table, "test") for name in run.tasks})
         shutil.rmtree(checkpoints, ignore_errors=True)
         return note
 
     def _best_layer(self, run: Run, recipe: Recipe, task: Task, table: LayerTable) -> int:
-        """Chosen once for a backbone, a task and how its layers are pooled and scaled."""
-        kind = f"{run.backbone}-{task.name}-{recipe.pooling}-{'standardised' if recipe.scaling else 'raw'}"
-        path = self.work / f"best-layer-{_slug(kind)}.txt"
+        """Chosen once for features, a task and how the layers are scaled."""
+        key = json.dumps([table.source, table.prompt, fingerprint(task), recipe.scaling])
+        path = self.work / f"best-layer-{hashlib.sha256(key.encode()).hexdigest()[:12]}.txt"
         if not path.is_file():
             write_atomically(path, str(best_layer(task, table, recipe)).encode())
         return int(path.read_text(encoding="utf-8"))
-
-    def _outcomes(self, trained: TrainedHead, run: Run, table: LayerTable) -> bytes:
-        """Of each test example the cosine, or the position of the predicted label: what differences are tested on."""
-        arrays: dict[str, Any] = {name: outcomes(trained, self.task(name), table, "test") for name in run.tasks}
-        packed = {
-            name: array.astype(np.float16 if array.dtype.kind == "f" else np.int16) for name, array in arrays.items()
-        }
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **packed)
-        return buffer.getvalue()
 
 
 def _remember(model: IlseSentenceTransformer, table: LayerTable) -> None:

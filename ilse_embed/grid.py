@@ -17,6 +17,7 @@ tasks. Results are files of mteb in its own layout, ``results/<model>/<revision>
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ilse_embed.files import write_atomically
 from ilse_embed.methods import Method
 from ilse_embed.recipes import RECIPES, Recipe
 
@@ -108,7 +110,7 @@ def read_grid(path: Path, kinds: Mapping[str, tuple[Kind, bool]]) -> list[Run]:
         recipes = [_recipe(name, path) for name in block["recipes"]]
         methods = [str(Method.parse(spelling)) for spelling in block["methods"]]
         for spelling, recipe in product(methods, recipes):
-            Method.parse(spelling).recipe(recipe)  # refuses what the recipe does not allow, before anything runs
+            Method.parse(spelling).check(recipe)  # before anything runs
         for backbone, task, recipe, method, seed in product(
             block["backbones"], block["tasks"], recipes, methods, block["seeds"]
         ):
@@ -160,26 +162,55 @@ class Results:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def refresh(self) -> Results:
-        """Read the notes of all runs; those that other processes added too."""
-        for path in self.folder.glob("results/*/*/ilse/*.json"):
-            if path.stem not in self.notes:
-                note = json.loads(path.read_text(encoding="utf-8"))
-                self.notes[path.stem] = note | {"folder": path.parent.parent}
+        """Read the notes of all runs; those that other processes added too. Of two of one run the later counts."""
+        self.notes = {}
+        for path in sorted(self.folder.glob("results/*/*/ilse/*.json"), key=lambda path: path.stat().st_mtime):
+            note = json.loads(path.read_text(encoding="utf-8"))
+            self.notes[path.stem] = note | {"folder": path.parent.parent}
         return self
+
+    def add(self, note: Mapping[str, Any], outcomes: Mapping[str, NDArray[Any]]) -> None:
+        """Keep what a run has found; beside what it found before, if its model is still the same, else in its place.
+
+        Args:
+            note: What made the results, of which mteb has written the files.
+            outcomes: Of each task what the run said of each test example: cosines as float32, or whole numbers.
+        """
+        folder = self.folder / "results" / str(note["model"]).replace("/", "__") / str(note["revision"])
+        before, arrays = self.notes.get(note["run"]), dict[str, Any](outcomes)
+        if before is not None and before["folder"] == folder:
+            arrays = _outcomes(before) | arrays
+            note = {**note, "results": list(dict.fromkeys([*before["results"], *note["results"]]))}
+        path = folder / "ilse" / f"{note['run']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)
+        write_atomically(path.with_suffix(".npz"), packed.getvalue())
+        write_atomically(path, (json.dumps(note, indent=1) + "\n").encode())
+        if before is not None and before["folder"] != folder:
+            for suffix in (".json", ".npz"):
+                (before["folder"] / "ilse" / f"{note['run']}{suffix}").unlink(missing_ok=True)
+        self.notes[note["run"]] = {**note, "folder": folder}
 
     def missing(self, run: Run) -> list[str]:
         """Names of the results that a run lacks."""
-        note = self.notes.get(run.id)
-        return [name for name in run.result_names if note is None or not (note["folder"] / f"{name}.json").is_file()]
+        return [name for name in run.result_names if self._file(run, name) is None]
 
     def score(self, run: Run, name: str) -> float | None:
         """Main score x 100, by the name of the result; None if it is not there."""
-        note = self.notes.get(run.id)
-        path = None if note is None else note["folder"] / f"{name}.json"
-        if path is None or not path.is_file():
+        path = self._file(run, name)
+        if path is None:
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
         return 100 * float(content["scores"]["test"][0]["main_score"])
+
+    def _file(self, run: Run, name: str) -> Path | None:
+        """The file of a result, if the run's note vouches for it and it is there."""
+        note = self.notes.get(run.id)
+        if note is None or name not in note["results"]:
+            return None
+        path: Path = note["folder"] / f"{name}.json"
+        return path if path.is_file() else None
 
     def outcomes(self, run: Run, task: str) -> NDArray[Any]:
         """What a run said of each test example of a task.
@@ -187,9 +218,7 @@ class Results:
         Shapes:
             -> (n,) cosines as float32, or positions of predicted labels
         """
-        with np.load(self.notes[run.id]["folder"] / "ilse" / f"{run.id}.npz") as packed:
-            said: NDArray[Any] = packed[task]
-        return said.astype(np.float32) if said.dtype.kind == "f" else said
+        return _outcomes(self.notes[run.id])[task]
 
     def seconds_left(self, runs: Iterable[Run]) -> float | None:
         """How long the runs that lack results may take, by those that are there; None if nothing was run yet.
@@ -214,3 +243,8 @@ class Results:
                 times = next(known[key] for key in keys if key in known)
                 total += sum(times) / len(times)
         return total
+
+
+def _outcomes(note: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    with np.load(note["folder"] / "ilse" / f"{note['run']}.npz") as packed:
+        return {task: said.astype(np.float32) if said.dtype.kind == "f" else said for task, said in packed.items()}

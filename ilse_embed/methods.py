@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ilse_embed.encoders import ENCODERS, encoder_options
+from ilse_embed.encoders import ENCODERS, encoder_options, options_of_others
 from ilse_embed.features import LayerTable, fit_scaling
 from ilse_embed.recipes import LoraOptions, Recipe
 from ilse_embed.scoring import layer_scores
 from ilse_embed.tasks import Task
+from ilse_embed.training import new_encoder
 
 BEST = "best"
 """In place of the number of a layer: the one that scores best on the validation split, untrained."""
@@ -66,10 +67,13 @@ class Method:
             ValueError: If there is no such option.
         """
         own = self._own_options()
-        heeded = LORA_HEEDS if self.trains_backbone else _recipe_options()
+        heeded = {*LORA_HEEDS} if self.trains_backbone else _recipe_options() - options_of_others(self.encoder)
         for option in options:
             if option not in (*own, *heeded):
-                raise ValueError(f"encoder {self.encoder!r} has no option {option!r}; it takes {own}")
+                others = sorted(heeded - {*own})
+                raise ValueError(
+                    f"encoder {self.encoder!r} has no option {option!r}; it takes {own}, and of the recipe {others}"
+                )
         return dataclasses.replace(self, options=tuple(sorted({**dict(self.options), **options}.items())))
 
     def __str__(self) -> str:
@@ -106,6 +110,21 @@ class Method:
         if isinstance(targets := options.get("targets"), str):
             options["targets"] = tuple(targets.split("+"))
         return LoraOptions(**options)
+
+    def check(self, base: Recipe) -> None:
+        """Refuse what no backbone would allow.
+
+        Raises:
+            ValueError: If a value of an option is not allowed.
+        """
+        recipe = self.recipe(base)
+        if self.trains_backbone:
+            _ = self.adapter
+            return
+        options = self.with_layer(0).encoder_args
+        if isinstance(options.get("layer"), int):  # how many there are is not known
+            options["layer"] = 0
+        new_encoder(self.encoder, (8, 8), recipe, options)
 
     def _own_options(self) -> list[str]:
         if self.trains_backbone:

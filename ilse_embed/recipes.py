@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from ilse_embed.files import write_atomically
 
@@ -91,6 +92,12 @@ class Recipe:
         epochs = max(EPOCHS, math.ceil(LEAST_STEPS / math.ceil(rows / self.batch_size)))
         return epochs, math.ceil(self.patience * epochs / EPOCHS)
 
+    @property
+    def digest(self) -> str:
+        """Tells recipes apart by all that they say but their name; 16 hexadecimal digits."""
+        content = {option: value for option, value in dataclasses.asdict(self).items() if option != "name"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
     def replace(self, **changes: Any) -> Recipe:
         """This recipe with some options changed; the name then tells in what it differs from the recipe it began as.
 
@@ -113,8 +120,10 @@ class Recipe:
         write_atomically(path, (json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n").encode())
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path) -> Recipe:
         """Read what `save` wrote; an option that is not there is that of the recipe ``default``.
+
+        A file without a name gets one that tells in what it differs from ``default``.
 
         Raises:
             ValueError: If it is no JSON, there is no such option, or a value is not allowed.
@@ -129,7 +138,7 @@ class Recipe:
             what = f"the options {unknown}" if isinstance(content, dict) else "no options"
             raise ValueError(f"{path} is no recipe: it has {what}; allowed are {options}")
         try:
-            return cls(**content)
+            return cls().replace(**content)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics.pairwise import paired_cosine_distances
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
@@ -24,14 +25,22 @@ BATCH_TEXTS = 1024
 """Texts that an encoder takes at once; a graph's nodes take several times the memory of the layers."""
 
 
+def cosines(left: Tensor, right: Tensor) -> NDArray[np.float32]:
+    """Cosine of each pair as mteb takes it: 1 for two embeddings of zeros, 0.5 for one.
+
+    Shapes:
+        left, right: (n, m) -> (n,)
+    """
+    return 1 - np.asarray(paired_cosine_distances(left.numpy(), right.numpy()), dtype=np.float32)
+
+
 def sts_score(left: Tensor, right: Tensor, scores: NDArray[np.float64]) -> float:
     """Spearman correlation x 100 of cosine and gold score.
 
     Shapes:
         left, right: (n, m), scores: (n,) -> scalar
     """
-    cosine = torch.nn.functional.cosine_similarity(left, right, dim=-1)
-    return 100 * float(spearmanr(cosine.numpy(), scores).statistic)
+    return 100 * float(spearmanr(cosines(left, right), scores).statistic)
 
 
 def probe_accuracy(train: Tensor, train_labels: Sequence[str], test: Tensor, test_labels: Sequence[str]) -> float:
@@ -108,10 +117,8 @@ def outcomes(trained: TrainedHead, task: Task, table: LayerTable, split: Split) 
             for layers in layer_features(task, table, split, trained.scaling)
         ]
         if trained.head is None:
-            said = torch.nn.functional.cosine_similarity(parts[0], parts[1], dim=-1)
-        else:
-            said = torch.from_numpy(task.numbers(trained.head.labels))[trained.head.linear(parts[0]).argmax(-1)]
-    return said.numpy()
+            return cosines(parts[0], parts[1])
+        return np.asarray(task.numbers(trained.head.labels)[trained.head.linear(parts[0]).argmax(-1).numpy()])
 
 
 def outcome_score(said: NDArray[Any], task: Task, split: Split) -> float:

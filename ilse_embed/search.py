@@ -8,14 +8,12 @@ else is atomic in every database: in SQLite two processes can take the same wait
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,19 +26,20 @@ try:
     import sqlalchemy
 except ImportError as error:
     raise ImportError("a search needs an extra: pip install 'ilse-embed[search]'") from error
-from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from ilse_embed.features import LayerTable
 from ilse_embed.recipes import Recipe
 from ilse_embed.spaces import Range, Space, Values, choices
+from ilse_embed.studies import check_settings, open_study, quiet, shown, sqlite_url
 from ilse_embed.tasks import Task
 from ilse_embed.training import TrainedHead, fingerprint, train
 
 logger = logging.getLogger(__name__)
 
-SETTINGS, KEY, GIVEN_UP = "settings", "configuration", "given up"
-"""Attributes: what a study is of; the configuration of a trial, once it is drawn; why a trial ended without a score."""
+KEY, GIVEN_UP = "configuration", "given up"
+"""Attributes of a trial: its configuration, once it is drawn; why it ended without a score."""
 
 PRUNERS = {
     "median": optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=3),
@@ -135,22 +134,23 @@ def search(
         raise ValueError(f"trials is {trials}; allowed are whole numbers from 1")
     if isinstance(pruner, str) and pruner not in PRUNERS:
         raise ValueError(f"pruner is {pruner!r}; allowed are {json.dumps(list(PRUNERS))}")
+    pruner = PRUNERS[pruner] if isinstance(pruner, str) else pruner
     output.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"task": task.name, "data": fingerprint(task), "features": [*shape, table.source]}
     settings |= {"prompt": table.prompt, "encoder": encoder, "encoder_args": encoder_args or {}, "seed": seed}
     settings |= {f"recipe.{option}": value for option, value in asdict(space.base).items() if option != "name"}
     settings |= {f"space.{option}": repr(values) for option, values in space.options.items()}
-    url = storage or _sqlite(output / "search.db")
-    with _quiet():
+    url = storage or sqlite_url(output / "search.db")
+    with quiet():
         try:
-            study = _open_study(url, name, PRUNERS[pruner] if isinstance(pruner, str) else pruner, heartbeat)
-            _check_settings(study, settings, f"the study {name!r} in {_shown(url)}")
+            study = open_study(url, name, pruner, heartbeat, GRACE * heartbeat)
+            check_settings(study, settings, f"the study {name!r} in {shown(url)}")
             run = partial(train, task, table, encoder, seed=seed, encoder_args=encoder_args)
             worker = _Worker(study, space, run, output / "checkpoints", trials, seed, heartbeat)
             worker.until_done(progress)
             result = _result(study, space, trials, time.perf_counter() - started)
         except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError) as error:
-            raise OSError(f"the storage {_shown(url)} failed: {error}; check the URL and the database") from error
+            raise OSError(f"the storage {shown(url)} failed: {error}; check the URL and the database") from error
     result.recipe.save(output / "recipe.json")
     return result
 
@@ -220,7 +220,7 @@ class _Worker:
         self.study.sampler = optuna.samplers.PartialFixedSampler(self._planned() or {}, sampler)
         params = self.space.draw(lambda option, values: _suggest(trial, option, values))
         recipe = self.space.base.replace(**params)
-        key = _key_of(recipe)
+        key = recipe.digest
         trial.set_user_attr(KEY, key)
         earlier = self._earlier(trial.number)
         if any(_key(other) == key for other in earlier):
@@ -279,7 +279,7 @@ class _Worker:
             few = choices(values) or ()
             return few[int(generator.integers(len(few)))]
 
-        while _key_of(self.space.base.replace(**(params := self.space.draw(pick)))) in tried:
+        while self.space.base.replace(**(params := self.space.draw(pick))).digest in tried:
             pass
         return params
 
@@ -325,12 +325,6 @@ def _result(study: optuna.Study, space: Space, trials: int, seconds: float) -> S
     )
 
 
-def _key_of(recipe: Recipe) -> str:
-    """Names a configuration, whatever the recipe is called."""
-    content = {option: value for option, value in asdict(recipe).items() if option != "name"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _key(trial: FrozenTrial) -> str:
     """The configuration of a trial; empty before it is drawn."""
     return str(trial.user_attrs.get(KEY, ""))
@@ -346,67 +340,3 @@ def _suggest(trial: Trial, option: str, values: Values) -> Any:
     if values.whole:
         return trial.suggest_int(option, int(values.low), int(values.high), log=values.log)
     return trial.suggest_float(option, values.low, values.high, log=values.log)
-
-
-def _sqlite(path: Path) -> str:
-    url = sqlalchemy.URL.create("sqlite", database=str(path.absolute())).render_as_string(hide_password=False)
-    return url.replace("{", "{{").replace("}", "}}")  # Optuna fills templates
-
-
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    try:
-        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return repr(url)
-
-
-def _open_study(url: str, name: str, pruner: optuna.pruners.BasePruner, heartbeat: int) -> optuna.Study:
-    """The study, made if it is not there."""
-    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {"pool_pre_ping": True}
-    for attempt in range(5):
-        try:
-            storage = optuna.storages.RDBStorage(
-                url,
-                engine_kwargs=options,
-                heartbeat_interval=heartbeat,
-                grace_period=GRACE * heartbeat,
-            )
-            return optuna.create_study(
-                storage=storage, study_name=name, direction="maximize", pruner=pruner, load_if_exists=True
-            )
-        except (sqlalchemy.exc.DBAPIError, StorageInternalError):
-            if attempt == 4:
-                raise
-            time.sleep(0.2 * (1 + attempt))  # another process makes the tables at this moment
-    raise AssertionError
-
-
-def _check_settings(study: optuna.Study, settings: dict[str, Any], where: str) -> None:
-    """Note what a study is of, and refuse to go on with that of another search."""
-    settings = json.loads(json.dumps(settings))
-    if SETTINGS not in study.user_attrs:
-        study.set_user_attr(SETTINGS, settings)
-    before = study.user_attrs[SETTINGS]  # perhaps of another process that was faster
-    differs = [
-        f"{key} is {before.get(key)!r} there and {settings.get(key)!r} here"
-        for key in sorted(before | settings)
-        if before.get(key) != settings.get(key)
-    ]
-    if differs:
-        raise ValueError(
-            f"{where} is of another search: {'; '.join(differs)}; take another output folder or study name"
-        )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Trials that are given up are no failures; the experimental parts of Optuna are used on purpose."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ilse_embed.encoders import ENCODERS, encoder_options
+from ilse_embed.encoders import ENCODERS, encoder_options, options_of_others
 from ilse_embed.recipes import Recipe
 from ilse_embed.tasks import Task
 from ilse_embed.training import initial_parts
@@ -77,8 +77,7 @@ class Space:
         for option in fixed.keys() & content.keys():
             raise ValueError(f"the space has {option!r}, which cannot be searched: {fixed[option]}")
         options = {option: _values(option, value, hints[option], base) for option, value in content.items()}
-        of_encoders = {option for name in ENCODERS for option in encoder_options(name)}
-        idle = {option for option in options if option in of_encoders - set(encoder_options(encoder))}
+        idle = options.keys() & options_of_others(encoder)
         idle |= {"sts_loss"} & options.keys() if kind != "sts" else set()
         kept = [
             option for option in (*DECISIVE, *sorted(options.keys() - {*DECISIVE})) if option in options.keys() - idle
@@ -193,8 +192,9 @@ def read_space(name: str) -> dict[str, Any]:
 
 def _values(option: str, content: Any, hint: Any, base: Recipe) -> Values:
     """Values of one option, each of them allowed in a recipe."""
+    whole = hint in (int, int | None)
     if isinstance(content, dict):
-        if hint not in (int, float):
+        if not whole and hint is not float:
             raise ValueError(f"the space has a range for {option!r}, which is no number; give a list of values")
         if not {"low", "high"} <= content.keys() <= {"low", "high", "log"}:
             raise ValueError(f"the space has {option} = {content}; a range has low, high and, if you like, log")
@@ -206,7 +206,7 @@ def _values(option: str, content: Any, hint: Any, base: Recipe) -> Values:
                 f"the space has {option} = {content}; low must be below high, log true or false, and with log low "
                 "above 0"
             )
-        return Range(low, high, log, hint is int)
+        return Range(low, high, log, whole)
     listed = content if isinstance(content, list) else [content]
     values = tuple(getattr(base.replace(**{option: value}), option) for value in listed)
     if hint is float:

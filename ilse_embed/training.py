@@ -225,11 +225,9 @@ def initial_parts(
             unknown, or encoder or recipe cannot do with compressed layers.
     """
     check_trainable(task)
-    known = encoder_options(encoder) if encoder in ENCODERS else []
-    options = {key: value for key, value in asdict(recipe).items() if key in known}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        fusion = build_encoder(encoder, *shape, **options | (encoder_args or {}))
+        fusion = new_encoder(encoder, shape, recipe, encoder_args)
         head = LinearHead(fusion.get_embedding_dimension(), task.labels) if task.kind == "classification" else None
     if compressed and not (recipe.scaling and fusion.input_weight):
         what = f"encoder {encoder!r} has no linear map of the layers" if recipe.scaling else "the recipe wants raw ones"
@@ -237,6 +235,25 @@ def initial_parts(
             f"compressed layers are standardised and mapped linearly, but {what}; extract without compress"
         )
     return fusion, head
+
+
+def new_encoder(
+    encoder: str, shape: Sequence[int], recipe: Recipe, encoder_args: dict[str, Any] | None = None
+) -> LayerEncoder:
+    """An encoder with new weights, with those options of a recipe that it knows.
+
+    Args:
+        encoder: As in `train`.
+        shape: Layers L and backbone width d.
+        recipe: As in `train`.
+        encoder_args: As in `train`.
+
+    Raises:
+        ValueError: If the encoder or an option of it is unknown, or a value is not allowed.
+    """
+    known = encoder_options(encoder) if encoder in ENCODERS else []
+    options = {key: value for key, value in asdict(recipe).items() if key in known}
+    return build_encoder(encoder, *shape, **options | (encoder_args or {}))
 
 
 def check_trainable(task: Task) -> None:
@@ -343,12 +360,15 @@ def _fit(
     if state is None or not ended(state, epochs):
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         state = trainer.state
-    if state.best_metric is None or not math.isfinite(state.best_metric):
+    scored = state.best_metric is not None and math.isfinite(state.best_metric)
+    if scored:
+        trainer._load_from_checkpoint(str(folder / f"checkpoint-{state.best_global_step}"))
+    # Accuracy is finite even where all logits are NaN.
+    if not scored or not all(bool(p.isfinite().all()) for p in model.parameters() if p.requires_grad):
         raise FloatingPointError(
-            f"no epoch of training on {task.name} has a finite validation score; lower the learning rate "
-            f"({recipe.learning_rate:g}) or turn the scaling on"
+            f"no epoch of training on {task.name} has finite weights and a finite validation score; lower the learning "
+            f"rate ({recipe.learning_rate:g}) or turn the scaling on"
         )
-    trainer._load_from_checkpoint(str(folder / f"checkpoint-{state.best_global_step}"))
     return state
 
 

@@ -124,7 +124,7 @@ def test_only_the_outer_skin_joins_the_halves() -> None:
         ("gguf", {"gguf_llama"}),
         ("typer", {room for room in TREES if top({room}) == {"cli"}}),
         ("rich", {room for room in TREES if top({room}) == {"cli"}}),
-        ("optuna", {"search"}),
+        ("optuna", {"search", "studies"}),
         ("ray", {"distributed"}),
         ("peft", {"lora"}),
     ],

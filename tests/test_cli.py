@@ -107,10 +107,15 @@ def changed(option: dataclasses.Field[Any]) -> Any:
     return {bool: not usual, int: whole, int | None: whole, float: 0.015}[kind]
 
 
+GRAPH_OPTIONS = ("steps", "operator", "gin_depth", "residual", "multiplicity", "graph_seed")
+
+
+@pytest.mark.parametrize(("encoder", "not_its"), [("cayley", {"pre", "post"}), ("set", {*GRAPH_OPTIONS})])
 def test_every_field_of_a_recipe_has_an_option(
-    ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path
+    encoder: str, not_its: set[str], ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path
 ) -> None:
-    options = [option for option in dataclasses.fields(Recipe) if option.name != "name"]
+    """An encoder takes those that it heeds and refuses the others."""
+    options = [option for option in dataclasses.fields(Recipe) if option.name not in {"name"} | not_its]
     known = {name for parameter in COMMANDS["train"].params for name in (*parameter.opts, *parameter.secondary_opts)}
     arguments, help_text = [], " ".join(ilse("train", "--help").out.split())
     for option in options:
@@ -123,26 +128,23 @@ def test_every_field_of_a_recipe_has_an_option(
         else:
             arguments += [flag, value]
     assert all(re.search(rf"\b{encoder}\b", help_text) for encoder in ENCODERS)
-    done = ilse(
-        "train",
-        "--task",
-        "STSBenchmark",
-        "--data-dir",
-        mirror,
-        "--backbone",
-        tiny_backbone(),
-        "--output",
-        "m",
-        *arguments,
-    )
+    usual = ("train", "--task", "STSBenchmark", "--data-dir", mirror, "--backbone", tiny_backbone())
+    usual = (*usual, "--encoder", encoder, "--output", "m")
+    for option in not_its:
+        given = ["--" + option.replace("_", "-"), "gcn" if option == "operator" else 2]
+        refused = ilse(*usual, *(["--residual"] if option == "residual" else given))
+        assert_refused(refused, f"encoder '{encoder}' has no option '{option}'; it takes ['")
+    done = ilse(*usual, *arguments)
     assert done.code == 0, done.error
     recipe = json.loads((tmp_path / "m/ilse.json").read_text())["recipe"]
     wanted = {option.name: changed(option) for option in options}
     assert {key: recipe[key] for key in wanted} == wanted
     assert recipe["name"] == "default" + "".join(f",{key}={value}" for key, value in sorted(wanted.items()))
     saved = load(tmp_path / "m")
-    assert saved[0].pooling == wanted["pooling"] and saved[1].operator == wanted["operator"]
-    assert (saved[1].residual, saved[1].multiplicity, saved[1].steps) == (False, 2, wanted["steps"])
+    assert saved[0].pooling == wanted["pooling"]
+    if encoder == "cayley":
+        assert saved[1].operator == wanted["operator"]
+        assert (saved[1].residual, saved[1].multiplicity, saved[1].steps) == (False, 2, wanted["steps"])
 
 
 def test_a_flag_goes_both_ways(ilse: Ilse, tiny_backbone: Callable[..., Path], mirror: Path, tmp_path: Path) -> None:
@@ -152,7 +154,8 @@ def test_a_flag_goes_both_ways(ilse: Ilse, tiny_backbone: Callable[..., Path], m
         ((), False, "paper,epochs=1,hidden=8"),
         (("--residual",), True, "paper,epochs=1,hidden=8,residual=True"),
         (("--no-residual",), False, "paper,epochs=1,hidden=8"),
-    ):
+        (("--encoder", "cayley,residual=false", "--residual"), True, "paper,epochs=1,hidden=8,residual=True"),
+    ):  # an option stands above the spelling
         output = tmp_path / ("-".join(flag) or "none")
         assert ilse(*usual, "--output", output, *flag).code == 0
         recipe = json.loads((output / "ilse.json").read_text())["recipe"]
@@ -405,6 +408,7 @@ def test_encode_refuses(ilse: Ilse, model: Path, tmp_path: Path, arguments: tupl
             {"--encoder": "lora", "--compress": 8},
             "--compress would do nothing with --encoder lora, which uses no",
         ),
+        ({"--encoder": "lora", "--dtype": "float16"}, "--dtype would do nothing with --encoder lora"),
         ({"--encoder": "lora", "--hidden": 8}, "encoder 'lora' has no option 'hidden'"),
         ({"--encoder": "lora,rank=0"}, "rank is 0; allowed are whole numbers from 1"),
         ({"--encoder": "lora,targets=query"}, "LlamaModel has no linear map ['query']"),

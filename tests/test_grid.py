@@ -98,6 +98,9 @@ def test_identity_of_a_run(change: dict[str, Any]) -> None:
         ({"shots": [1]}, r"block 1: unknown are \['shots'\]; allowed are"),
         ({"methods": ["caley"]}, "encoder is 'caley'; allowed are"),
         ({"methods": ["cayley,steps=-1"]}, "steps is -1; allowed are whole numbers from 0"),
+        ({"methods": ["gnn,topology=ring"]}, "topology is 'ring'; allowed are"),
+        ({"methods": ["mlp,layer=middle"]}, "layer is 'middle'"),
+        ({"methods": ["lora,rank=0"]}, "rank is 0; allowed are whole numbers from 1"),
         ({"recipes": ["fast"]}, r"recipe is 'fast'; allowed are \[\"default\", \"paper\"\]"),
         ({"tasks": ["STS17"]}, "STS17"),
     ],
@@ -151,7 +154,7 @@ def test_results_are_mtebs_and_nothing_is_done_twice(place: Callable[..., Labora
     runs = runs_of(laboratory, tmp_path, methods=["layer,layer=best", QUICK, lora])
     assert laboratory.results.seconds_left(runs) is None
     told: list[tuple[Run, str]] = []
-    assert laboratory.perform(runs, lambda run, what: told.append((run, what))) == 6
+    assert laboratory.perform(runs, lambda run, what: told.append((run, what))) == (6, {})
     assert [run for run, what in told if what == "starts"] == runs
     assert laboratory.results.seconds_left(runs) == 0
 
@@ -168,9 +171,7 @@ def test_results_are_mtebs_and_nothing_is_done_twice(place: Callable[..., Labora
         for name in run.tasks:  # what differences are tested on is what was scored
             task = laboratory.task(name)
             scored = laboratory.results.score(run, name if task.kind == "sts" else f"{name}-head")
-            assert outcome_score(
-                said[name].astype(float if task.kind == "sts" else int), task, "test"
-            ) == pytest.approx(scored, abs=0.5 if task.kind == "sts" else 1e-6)
+            assert outcome_score(said[name], task, "test") == pytest.approx(scored, abs=1e-3)
     sts = next(run for run in runs if run.kind == "sts")
     assert laboratory.results.score(sts, "STS12") != laboratory.results.score(sts, "STS12-leakfree")
 
@@ -181,7 +182,7 @@ def test_results_are_mtebs_and_nothing_is_done_twice(place: Callable[..., Labora
     )
 
     before = files_of(tmp_path / "out")
-    assert place().perform(runs) == 0 and files_of(tmp_path / "out") == before
+    assert place().perform(runs) == (0, {}) and files_of(tmp_path / "out") == before
     assert not [path for path in (tmp_path / "work").iterdir() if path.is_dir()]  # checkpoints are gone
 
 
@@ -201,21 +202,55 @@ def test_comparison(place: Callable[..., Laboratory], tmp_path: Path) -> None:
         assert ("difference" in row) == tested
         if tested:
             difference = row["mean"] - rows["mean", name]["mean"]
-            assert row["difference"]["mean"] == pytest.approx(difference, abs=0.7)
+            assert row["difference"]["mean"] == pytest.approx(difference, abs=0.011)
 
 
 def test_a_new_task_or_a_lost_result_is_made_up_for(place: Callable[..., Laboratory], tmp_path: Path) -> None:
+    """A run that is asked for other tasks keeps what it has, its outcomes included."""
     laboratory = place()
     (run,) = runs_of(laboratory, tmp_path, tasks=["STSBenchmark"])
     laboratory.perform([run])
-    (wider,) = runs_of(laboratory, tmp_path, tasks=["STSBenchmark", "STS12"])
-    assert wider.id == run.id and laboratory.results.missing(wider) == ["STS12", "STS12-leakfree"]
+    (other,) = runs_of(laboratory, tmp_path, tasks=["STS12"])
+    assert other.id == run.id and laboratory.results.missing(other) == ["STS12", "STS12-leakfree"]
     before = laboratory.results.score(run, "STSBenchmark")
-    assert laboratory.perform([wider]) == 1
-    assert place().results.missing(wider) == [] and place().results.score(run, "STSBenchmark") == before
+    assert laboratory.perform([other]) == (1, {})
+    for results in (laboratory.results, place().results):
+        assert results.missing(run) == results.missing(other) == [] and results.score(run, "STSBenchmark") == before
+        assert {task: len(results.outcomes(run, task)) for task in ("STSBenchmark", "STS12")} == {
+            task: len(laboratory.task(task).splits["test"]) for task in ("STSBenchmark", "STS12")
+        }
     (laboratory.results.notes[run.id]["folder"] / "STS12.json").unlink()
-    assert place().results.missing(wider) == ["STS12"]
-    assert place().perform([wider]) == 1 and place().results.missing(wider) == []
+    assert place().results.missing(other) == ["STS12"]
+    assert place().perform([other]) == (1, {}) and place().results.missing(other) == []
+
+
+def test_another_model_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """Where training gives other weights than it did, on another machine say, nothing of the first model counts."""
+    run = Run("tiny", "set", Recipe(), "STSBenchmark", "sts", 0, ("STSBenchmark", "STS12"))
+    said = np.array([0.5, 0.25], dtype=np.float32)
+    for revision, task in (("one", "STSBenchmark"), ("two", "STS12")):
+        folder = tmp_path / "results" / "ilse__set" / revision
+        folder.mkdir(parents=True)
+        (folder / f"{task}.json").write_text("{}")
+        note = {"run": run.id, "model": "ilse/set", "revision": revision, "results": [task]}
+        Results(tmp_path).refresh().add(note, {task: said})
+    results = Results(tmp_path).refresh()
+    assert results.missing(run) == ["STSBenchmark", "STS12-leakfree"]
+    assert results.outcomes(run, "STS12").tolist() == said.tolist()
+    assert len(list(tmp_path.rglob("*.npz"))) == 1 and len(results.notes) == 1
+
+
+def test_a_run_that_fails_does_not_keep_the_others_from_theirs(
+    place: Callable[..., Laboratory], tmp_path: Path
+) -> None:
+    laboratory = place()
+    runs = runs_of(laboratory, tmp_path, methods=["set,epochs=2,hidden=8,learning_rate=1e30,dropout=0", QUICK])
+    done, failed = laboratory.perform(runs)
+    bad = [run for run in runs if "1e30" in run.method or "1e+30" in run.method]
+    assert list(failed) == bad and len(bad) == 2 and done == 2
+    for run, error in failed.items():
+        assert isinstance(error, FloatingPointError)
+        assert "FloatingPointError" in (laboratory.work / f"{run.id}.txt").read_text()
 
 
 WORKER = """
@@ -277,7 +312,7 @@ def test_command(
     assert "2 runs, 2 are left" in ilse("grid", "status", *usual).out
     done = ilse("grid", "run", *usual, *rest)
     assert done.code == 0, done.error
-    assert "2 runs done here; nothing is missing" in done.out
+    assert "2 runs done here; nothing else is missing" in done.out
     assert "2 runs, 0 are left" in ilse("grid", "status", *usual).out
     shown = ilse("grid", "table", *usual, "--reference", "mean", "--json", tmp_path / "table.json")
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]

@@ -39,6 +39,12 @@ def test_spelling(spelling: str, canonical: str, recipe: dict, encoder_args: dic
         ("", "encoder is ''; allowed are"),
         ("cayley,heads=2", r"encoder 'cayley' has no option 'heads'; it takes \['topology'|\['hidden'"),
         ("cayley,name=mine", "encoder 'cayley' has no option 'name'"),
+        (
+            "set,steps=3",
+            r"encoder 'set' has no option 'steps'; it takes \['hidden', .*, and of the recipe \['batch_size'",
+        ),
+        ("layer,hidden=3", "encoder 'layer' has no option 'hidden'"),
+        ("lora,learning_rate=1e-3,steps=2", "encoder 'lora' has no option 'steps'"),
         ("cayley,steps", "'steps' must be OPTION=VALUE"),
         ("cayley,steps=1,steps=2", "'steps=2' must be OPTION=VALUE, each option once"),
     ],

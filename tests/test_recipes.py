@@ -128,7 +128,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         recipe.save(path)
         assert Recipe.load(path) == recipe
     path.write_text('{"dropout": 0.1}')
-    assert Recipe.load(path) == Recipe(dropout=0.1)
+    assert Recipe.load(path) == Recipe(name="default,dropout=0.1", dropout=0.1)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def intents_task() -> tuple[Task, LayerTable]:
         ([[1, 0]] * 3, [[9, 0], [1, 1], [0, 0.1]], [5, 3, 0], 100),  # lengths do not matter
         ([[1, 0]] * 3, [[1, 0], [1, 1], [0, 1]], [3, 5, 0], 50),  # ranks 3 2 1 and 2 3 1: 1 - 6 * 2 / (3 * 8)
         ([[1, 0]] * 3, [[1, 0], [1, 1], [0, 1]], [1, 1, 0], 86.6025),  # ties
+        ([[0, 0], [1, 0], [1, 0]], [[0, 0], [0, 0], [0, 1]], [5, 3, 0], 100),  # mteb's 1, 0.5 and 0, of zeros
     ],
 )
 def test_sts_score_by_hand(left: Any, right: Any, gold: Any, score: float) -> None:

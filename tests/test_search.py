@@ -19,6 +19,7 @@ import torch
 from conftest import Ilse, assert_refused
 
 from ilse_embed import search as search_room
+from ilse_embed import studies
 from ilse_embed.features import LayerTable
 from ilse_embed.recipes import PAPER, RECIPES, Recipe
 from ilse_embed.search import SearchResult, search
@@ -322,7 +323,7 @@ def test_without_optuna(ilse: Ilse, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passwords_stay_secret() -> None:
-    assert search_room._shown("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
+    assert studies.shown("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
 
 
 def test_any_folder(run: Any, tmp_path: Path) -> None:
@@ -373,6 +374,12 @@ def test_the_space_of_the_paper() -> None:
         "gin_depth": (1, 2),
         "pool": ("mean", "sum"),
     }
+
+
+def test_a_range_of_epochs() -> None:
+    """An option that may be None in a recipe, too."""
+    space = Space.of({"epochs": {"low": 2, "high": 9}}, Recipe(), "cayley", "sts")
+    assert space.options == {"epochs": Range(2, 9, whole=True)} and space.size == 8
 
 
 @pytest.mark.parametrize(

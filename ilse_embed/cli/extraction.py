@@ -8,6 +8,7 @@ import typer
 
 from ilse_embed.cli.options import (
     BACKBONE_HELP,
+    STORE_DTYPE,
     AddressOption,
     BackboneDtypeOption,
     BatchTokensOption,
@@ -39,7 +40,7 @@ def extract(
         int | None, typer.Option(help="Longest text in tokens; by default the model's, at most 2048.")
     ] = None,
     prompt: PromptOption = None,
-    store_dtype: StoreDtypeOption = "float32",
+    store_dtype: StoreDtypeOption = None,
     backbone_dtype: BackboneDtypeOption = None,
     compress: CompressOption = None,
     batch_tokens: BatchTokensOption = None,
@@ -66,7 +67,7 @@ def extract(
             texts |= dict.fromkeys(load_task(name, data_dir).texts())
     source = BackboneSource(backbone_path(backbone), pooling, max_seq_length, backbone_dtype)
     model = source.load(None if cluster is None else "cpu")  # the GPU of this machine is for a worker
-    store = FeatureStore.for_backbone(output, model, dtype=store_dtype, prompt=prompt, compress=compress)
+    store = FeatureStore.for_backbone(output, model, dtype=store_dtype or STORE_DTYPE, prompt=prompt, compress=compress)
     plan = Plan.of(model, texts, store)
     say(
         f"{plan.texts:,} distinct texts, {len(plan.missing):,} to extract: {plan.tokens:,} tokens, "

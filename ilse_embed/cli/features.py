@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ilse_embed.cli.options import backbone_path
+from ilse_embed.cli.options import STORE_DTYPE, backbone_path
 from ilse_embed.cli.screen import TokenProgress, console, plain
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def features_of(
     *,
     prompt: str | None,
     store: Path | None,
-    dtype: str,
+    dtype: str | None,
     compress: int | None,
     check: Callable[[tuple[int, int]], object],
 ) -> tuple[LayerTransformer, LayerTable]:
@@ -46,7 +46,7 @@ def features_of(
     model = BackboneSource(path, pooling).load()
     check((model.num_layers, compress or model.get_embedding_dimension()))
     root = store or cache_dir() / "features"
-    features = FeatureStore.for_backbone(root, model, dtype=dtype, prompt=prompt, compress=compress)
+    features = FeatureStore.for_backbone(root, model, dtype=dtype or STORE_DTYPE, prompt=prompt, compress=compress)
     console.print(f"Backbone {plain(model.backbone)}: {model.num_layers} layers, pooling {model.pooling}")
     with TokenProgress("Extracting", "texts") as update:
         if compress is not None:  # fitted on training texts alone

@@ -48,9 +48,14 @@ def run_grid(
         rest = "" if left is None else f"; about {_duration(left)} of work left"
         say(f"[{_duration(time.monotonic() - started)}] {run}: {what}{rest}")
 
-    done = laboratory.perform(runs, tell)
-    left = sum(bool(laboratory.results.missing(run)) for run in runs)
-    say(f"{done} runs done here; " + (f"{left} are with other processes" if left else "nothing is missing"))
+    done, failed = laboratory.perform(runs, tell)
+    results = laboratory.results.refresh()
+    left = sum(bool(results.missing(run)) for run in runs if run not in failed)
+    say(f"{done} runs done here; " + (f"{left} are with other processes" if left else "nothing else is missing"))
+    for run, error in failed.items():
+        say(f"failed: {run}: {error} (see {laboratory.work / run.id}.txt)")
+    if failed:
+        raise typer.Exit(1)
 
 
 @grids.command("status")
@@ -100,14 +105,13 @@ def _open(
     file: Path, output: Path, data_dir: Path | None, store: Path | None, work: Path | None
 ) -> "tuple[Laboratory, list[Run]]":
     from ilse_embed.experiments import Laboratory
-    from ilse_embed.grid import TRANSFER, Results, read_grid, tasks_of
+    from ilse_embed.grid import Results, read_grid, tasks_of
     from ilse_embed.weights import cache_dir
 
     laboratory = Laboratory(
         Results(output).refresh(), work or cache_dir() / "grid", store or cache_dir() / "features", data_dir
     )
-    names = dict.fromkeys([TRANSFER, *tasks_of(file)])
-    kinds = {name: (laboratory.task(name).kind, "train" in laboratory.task(name).splits) for name in names}
+    kinds = {name: (laboratory.task(name).kind, "train" in laboratory.task(name).splits) for name in tasks_of(file)}
     return laboratory, read_grid(file, kinds)
 
 

@@ -43,8 +43,12 @@ DataDirOption = Annotated[
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write what was measured as JSON.")]
 StoreOption = Annotated[Path | None, typer.Option(help="Folder of feature stores; by default in the cache.")]
+STORE_DTYPE = "float32"
 StoreDtypeOption = Annotated[
-    str, typer.Option("--dtype", help="In what features are stored: float32, bfloat16 or float16 (half as large).")
+    str | None,
+    typer.Option(
+        "--dtype", help=f"In what features are stored: bfloat16 or float16 (half as large); by default {STORE_DTYPE}."
+    ),
 ]
 CompressOption = Annotated[
     int | None, typer.Option(help="Store layers in so many dimensions (PCA); undone in the trained encoder.", min=1)

@@ -47,7 +47,7 @@ def search(
     data_dir: DataDirOption = None,
     prompt: PromptOption = None,
     store: StoreOption = None,
-    store_dtype: StoreDtypeOption = "float32",
+    store_dtype: StoreDtypeOption = None,
     compress: CompressOption = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,

@@ -43,7 +43,7 @@ def train(
     data_dir: DataDirOption = None,
     prompt: PromptOption = None,
     store: StoreOption = None,
-    store_dtype: StoreDtypeOption = "float32",
+    store_dtype: StoreDtypeOption = None,
     compress: CompressOption = None,
     seed: SeedOption = 0,
     shots: Annotated[
@@ -60,11 +60,11 @@ def train(
     quiet()
     from ilse_embed.methods import Method
 
-    method = Method.parse(encoder)
+    method = Method.parse(encoder).changed(overrides or {})
     if method.trains_backbone:
-        _refuse({"store": store, "compress": compress}, f"--encoder {method.encoder}, which uses no layer features")
-        method, overrides = method.changed(overrides or {}), None
-    chosen = method.recipe(recipe_of(recipe).replace(**overrides or {}))
+        unused = {"store": store, "dtype": store_dtype, "compress": compress}
+        _refuse(unused, f"--encoder {method.encoder}, which uses no layer features")
+    chosen = method.recipe(recipe_of(recipe))
     if whole_validation and shots is None:
         raise ValueError("--whole-validation goes with --shots; without it the whole split is taken anyway")
     check_output(output)

@@ -1,7 +1,7 @@
 """Encoders: ``(B, L, d)`` layer features -> ``(B, m)`` embeddings. Importing this package fills the registry."""
 
 from ilse_embed.encoders.attention import DepthWiseAttention
-from ilse_embed.encoders.base import ENCODERS, LayerEncoder, build_encoder, encoder_options
+from ilse_embed.encoders.base import ENCODERS, LayerEncoder, build_encoder, encoder_options, options_of_others
 from ilse_embed.encoders.dense import LayerConcatenation, LayerMLP
 from ilse_embed.encoders.graph import CayleyGNN, FullyConnectedGNN, LayerGNN
 from ilse_embed.encoders.mixing import MeanOfLayers, ScalarMix, SingleLayer
@@ -22,4 +22,5 @@ __all__ = [
     "SingleLayer",
     "build_encoder",
     "encoder_options",
+    "options_of_others",
 ]

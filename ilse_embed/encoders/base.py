@@ -129,6 +129,11 @@ def encoder_options(name: str) -> list[str]:
     return list(inspect.signature(ENCODERS[name]).parameters)[2:]
 
 
+def options_of_others(name: str) -> set[str]:
+    """The options of other encoders that would do nothing in this one."""
+    return {option for other in ENCODERS for option in encoder_options(other)} - {*encoder_options(name)}
+
+
 LAYER_POOLS = ("weighted", "mean", "sum")
 """Ways to pool over the layers."""
 
