@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from ilse_embed.backbone import LayerTransformer
 from ilse_embed.environment import environment
 from ilse_embed.evaluation import PROTOCOLS, evaluate, model_meta
 from ilse_embed.extraction import BackboneSource, default_device, extract
@@ -36,7 +37,10 @@ from ilse_embed.recipes import Recipe
 from ilse_embed.scoring import BATCH_TEXTS, outcomes
 from ilse_embed.store import FeatureStore
 from ilse_embed.tasks import Task, load_task
-from ilse_embed.training import fingerprint, train
+from ilse_embed.training import TrainedHead, fingerprint, train
+
+Fitted = tuple[Method, LayerTransformer, LayerTable, TrainedHead]
+"""The method with the layer that was chosen, the backbone, features of all texts to score on, what was trained."""
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Laboratory:
     data_dir: Path | None = None
     places: Mapping[str, str] = field(default_factory=dict)
     _tasks: dict[str, Task] = field(default_factory=dict)
-    _features: dict[Any, tuple[Any, LayerTable]] = field(default_factory=dict)
+    _features: dict[Any, tuple[LayerTransformer, LayerTable]] = field(default_factory=dict)
 
     def task(self, name: str) -> Task:
         """A task; loaded once."""
@@ -65,7 +69,7 @@ class Laboratory:
             self._tasks[name] = load_task(name, self.data_dir)
         return self._tasks[name]
 
-    def features(self, run: Run, pooling: str) -> tuple[Any, LayerTable]:
+    def features(self, run: Run, pooling: str) -> tuple[LayerTransformer, LayerTable]:
         """Backbone, and layer features of all texts that a run reads; those of the last run stay in memory."""
         names = tuple(dict.fromkeys((run.trained_on, *run.tasks)))
         key = (run.backbone, pooling, names)
@@ -114,24 +118,11 @@ class Laboratory:
         return done, failed
 
     def _perform(self, run: Run) -> dict[str, Any]:
-        method, task = Method.parse(run.method), self.task(run.trained_on)
-        recipe = method.recipe(run.recipe)
-        checkpoints = self.work / run.id
-        options: dict[str, Any] = {"seed": run.seed, "checkpoints": checkpoints}
-        if not method.trains_backbone:
-            backbone, table = self.features(run, recipe.pooling)
+        method, checkpoints = Method.parse(run.method), self.work / run.id
+        fit = self._adapter if method.trains_backbone else self._head
         with _peak_memory() as peak, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # mteb recommends other versions of tasks
-            if method.trains_backbone:
-                backbone = LoraTransformer(self._place(run), pooling=recipe.pooling, adapter=method.adapter.adapter)
-                backbone.to(default_device())
-                trained = train_lora(task, backbone, method.adapter, recipe, **options)
-                splits = ("test",) if run.kind == "sts" else ()  # a probe learns from all others
-                table = extract(backbone, (text for name in run.tasks for text in self.task(name).texts(*splits)))
-            else:
-                if method.asks_for_best:
-                    method = method.with_layer(self._best_layer(run, recipe, task, table))
-                trained = train(task, table, method.encoder, recipe, encoder_args=method.encoder_args, **options)
+            method, backbone, table, trained = fit(run, method, checkpoints)
             trained_at = time.perf_counter()
             model = build(CachedLayers(table, backbone), **trained.parts).cpu()  # the features are there
             _remember(model, table)
@@ -171,7 +162,26 @@ class Laboratory:
         shutil.rmtree(checkpoints, ignore_errors=True)
         return note
 
-    def _best_layer(self, run: Run, recipe: Recipe, task: Task, table: LayerTable) -> int:
+    def _head(self, run: Run, method: Method, checkpoints: Path) -> Fitted:
+        """A head on features that are there, or are extracted now."""
+        task, recipe = self.task(run.trained_on), method.recipe(run.recipe)
+        backbone, table = self.features(run, recipe.pooling)
+        if method.asks_for_best:
+            method = method.with_layer(self._best_layer(task, table, recipe))
+        options: dict[str, Any] = {"seed": run.seed, "encoder_args": method.encoder_args, "checkpoints": checkpoints}
+        return method, backbone, table, train(task, table, method.encoder, recipe, **options)
+
+    def _adapter(self, run: Run, method: Method, checkpoints: Path) -> Fitted:
+        """An adapter of the backbone, and then features by it."""
+        task, recipe, options = self.task(run.trained_on), method.recipe(run.recipe), method.adapter
+        backbone = LoraTransformer(self._place(run), pooling=recipe.pooling, adapter=options.adapter)
+        backbone.to(default_device())
+        trained = train_lora(task, backbone, options, recipe, seed=run.seed, checkpoints=checkpoints)
+        splits = ("test",) if run.kind == "sts" else ()  # a probe learns from all others
+        texts = (text for name in run.tasks for text in self.task(name).texts(*splits))
+        return method, backbone, extract(backbone, texts), trained
+
+    def _best_layer(self, task: Task, table: LayerTable, recipe: Recipe) -> int:
         """Chosen once for features, a task and how the layers are scaled."""
         key = json.dumps([table.source, table.prompt, fingerprint(task), recipe.scaling])
         path = self.work / f"best-layer-{hashlib.sha256(key.encode()).hexdigest()[:12]}.txt"

@@ -101,7 +101,7 @@ def test_training_never_runs_a_language_model() -> None:
     assert not reached & {"backbone", "model", "evaluation"}
 
 
-JOINS = {"model", "evaluation", "cli.training", "demo", "leaderboard", "distributed", "lora"}
+JOINS = {"model", "evaluation", "cli.training", "demo", "experiments", "distributed", "lora"}
 
 
 def test_only_the_outer_skin_joins_the_halves() -> None:
