@@ -13,7 +13,7 @@ import torch
 from datasets.arrow_dataset import Dataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import BaseEvaluator, EmbeddingSimilarityEvaluator
-from sentence_transformers.sentence_transformer.losses import CoSENTLoss, CosineSimilarityLoss
+from sentence_transformers.sentence_transformer.losses import AnglELoss, CoSENTLoss, CosineSimilarityLoss
 from torch import Tensor, nn
 
 from ilse_embed.heads import LinearHead
@@ -97,7 +97,7 @@ class CorrelationLoss(nn.Module):
         return 1 - torch.cosine_similarity(cosines - cosines.mean(), labels - labels.mean(), dim=0)
 
 
-LOSSES = {"pearson": CorrelationLoss, "cosent": CoSENTLoss, "mse": CosineSimilarityLoss}
+LOSSES = {"pearson": CorrelationLoss, "cosent": CoSENTLoss, "angle": AnglELoss, "mse": CosineSimilarityLoss}
 """Losses on pairs whose scores are scaled to 0..1."""
 
 

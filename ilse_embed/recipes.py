@@ -59,9 +59,9 @@ class Recipe:
     """How often each edge of the graph counts."""
     graph_seed: int = 0
     """Draws the node of each layer."""
-    sts_loss: Literal["pearson", "cosent", "mse", "mse_score_range"] = "pearson"
-    """1 - Pearson's correlation of cosines and scores in a batch; CoSENT; MSE of the cosine against the score scaled to
-    0..1; MSE of the cosine mapped to the score range."""
+    sts_loss: Literal["pearson", "cosent", "angle", "mse", "mse_score_range"] = "pearson"
+    """1 - Pearson's correlation of cosines and scores in a batch; CoSENT; AnglE; MSE of the cosine against the score
+    scaled to 0..1; MSE of the cosine mapped to the score range."""
     optimizer: Literal["adamw", "adam"] = "adamw"
     """Decoupled weight decay, or Adam with weight decay in the gradient."""
     learning_rate: float = 1e-3

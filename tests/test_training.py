@@ -520,7 +520,7 @@ def test_cosine_to_score(low: float, high: float, cosine: list[float], score: li
     assert CosineToScore(low, high)(torch.tensor(cosine)).tolist() == pytest.approx(score)
 
 
-@pytest.mark.parametrize("loss", ["mse", "mse_score_range", "cosent", "pearson"])
+@pytest.mark.parametrize("loss", ["mse", "mse_score_range", "cosent", "angle", "pearson"])
 def test_the_objective_by_hand(sts: tuple[Task, LayerTable], loss: str) -> None:
     task, table = sts
     data = task.splits["train"]
@@ -545,6 +545,10 @@ def test_the_objective_by_hand(sts: tuple[Task, LayerTable], loss: str) -> None:
     elif loss == "pearson":
         wanted = 1 - np.corrcoef(cosine, gold)[0, 1]
     else:  # CoSENT: log(1 + sum over pairs with gold_i < gold_j of exp(20 (cos_i - cos_j)))
+        if loss == "angle":  # the same of |Re + Im| of the quotient, each embedding half real and half imaginary
+            (a, b), (c, d) = (part.chunk(2, dim=1) for part in (one, two))
+            parts = (a * c + b * d + b * c - a * d).sum(1) / one.norm(dim=1) / two.norm(dim=1)
+            cosine = parts.abs().tolist()
         pairs = [(i, j) for i in rows for j in rows if gold[i] < gold[j]]
         wanted = math.log(1 + sum(math.exp(20 * (cosine[i] - cosine[j])) for i, j in pairs))
     assert value == pytest.approx(wanted, rel=1e-5)
