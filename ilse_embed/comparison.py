@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from ilse_embed.grid import Results, Run
 from ilse_embed.tasks import Pairs, Task
@@ -20,7 +19,13 @@ RESAMPLES = 1000
 LEVEL = 0.95
 
 Outcomes = NDArray[Any]
-"""(S, n): of each seed and test example the cosine, or the position of the predicted label."""
+"""(n,) or (S, n): of each test example the cosine, or the position of the predicted label."""
+
+Score = Callable[[NDArray[np.intp]], float]
+"""The score x 100 of the test examples that were drawn, by their positions."""
+
+Scorer = Callable[[Outcomes], Score]
+"""Prepares the scoring of one seed's outcomes, (n,)."""
 
 
 @dataclass(frozen=True)
@@ -43,61 +48,92 @@ class Difference:
         return "better" if self.low > 0 else "worse" if self.high < 0 else "level"
 
 
-def paired_bootstrap(
-    first: Outcomes, second: Outcomes, score: Callable[[Outcomes, NDArray[np.intp]], float], seed: int = 0
-) -> Difference:
+@dataclass(frozen=True)
+class Resampled:
+    """Scores x 100 of one method, on all test examples and on resamples of them, which are the same for all methods.
+
+    Attributes:
+        examples: Number n of test examples.
+        scores: (S,)
+        resamples: (S, `RESAMPLES`)
+    """
+
+    examples: int
+    scores: NDArray[np.float64]
+    resamples: NDArray[np.float64]
+
+
+def resample(outcomes: Outcomes, scorer: Scorer, seed: int = 0) -> Resampled:
+    """Score each seed of a method on all examples, and on resamples drawn with replacement.
+
+    Args:
+        outcomes: (S, n)
+        scorer: See `scorer_of`.
+        seed: Draws the resamples.
+    """
+    rng, examples = np.random.default_rng(seed), outcomes.shape[1]
+    scores = [scorer(one) for one in outcomes]
+    draws = (rng.integers(examples, size=(examples,)) for _ in range(RESAMPLES))
+    resamples = np.array([[score(drawn) for score in scores] for drawn in draws]).T
+    return Resampled(examples, np.array([score(np.arange(examples)) for score in scores]), resamples)
+
+
+def paired_bootstrap(first: Resampled, second: Resampled, seed: int = 0) -> Difference:
     """The difference of two methods on the same test examples, each with its seeds.
 
     Each resample draws the test examples, the same for both, and of each method its seeds; the interval is between the
     percentiles of the differences (Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 13).
 
     Args:
-        first: (S, n)
-        second: (S', n)
-        score: Takes outcomes of one seed (n,) and the examples drawn (n,); gives the score x 100.
-        seed: Draws the resamples.
+        first: One method.
+        second: The other one.
+        seed: Draws the seeds of the methods.
 
     Raises:
         ValueError: If the two are of different examples.
     """
-    if first.shape[1:] != second.shape[1:]:
-        raise ValueError(f"outcomes of {first.shape[1:]} and {second.shape[1:]} test examples cannot be compared")
-    rng, examples = np.random.default_rng(seed), first.shape[1]
+    if first.examples != second.examples:
+        raise ValueError(f"outcomes of {first.examples} and {second.examples} test examples cannot be compared")
+    rng = np.random.default_rng(seed)
 
-    def mean(outcomes: Sequence[Any], drawn: NDArray[np.intp]) -> float:
-        return float(np.mean([score(one, drawn) for one in outcomes]))
+    def drawn(side: Resampled) -> NDArray[np.float64]:
+        seeds = rng.integers(len(side.scores), size=side.resamples.shape)
+        means: NDArray[np.float64] = np.take_along_axis(side.resamples, seeds, 0).mean(0)
+        return means
 
-    everything = np.arange(examples)
-    differences = []
-    for _ in range(RESAMPLES):
-        drawn = rng.integers(examples, size=(examples,))
-        scores = []
-        for outcomes in (first, second):
-            seeds, counts = np.unique(rng.integers(len(outcomes), size=len(outcomes)), return_counts=True)
-            values = [score(outcomes[one], drawn) for one in seeds]
-            scores.append(float(np.average(values, weights=counts)))
-        differences.append(scores[0] - scores[1])
-    low, high = np.quantile(differences, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Difference(mean(list(first), everything) - mean(list(second), everything), float(low), float(high))
+    low, high = np.quantile(drawn(first) - drawn(second), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Difference(float(first.scores.mean() - second.scores.mean()), float(low), float(high))
 
 
-def scorer(task: Task) -> Callable[[Outcomes, NDArray[np.intp]], float]:
-    """The score x 100 of drawn test examples: Spearman correlation, or accuracy of the linear head."""
+def scorer_of(task: Task) -> Scorer:
+    """Spearman correlation x 100, or accuracy x 100 of the linear head, on the test split of a task."""
     data = task.splits["test"]
     if isinstance(data, Pairs):
-        gold = data.scores
+        gold = _ranks(data.scores)
 
-        def spearman(said: Outcomes, drawn: NDArray[np.intp]) -> float:
-            ranks = [rankdata(values[drawn]) for values in (said, gold)]
-            return 100 * float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+        def spearman(said: Outcomes) -> Score:
+            ranks = _ranks(said)
+            return lambda drawn: 100 * float(np.corrcoef(ranks(drawn), gold(drawn))[0, 1])
 
         return spearman
     labels = task.numbers(data.labels)
 
-    def accuracy(said: Outcomes, drawn: NDArray[np.intp]) -> float:
-        return 100 * float(np.mean(said[drawn] == labels[drawn]))
+    def accuracy(said: Outcomes) -> Score:
+        right = said == labels
+        return lambda drawn: 100 * float(np.mean(right[drawn]))
 
     return accuracy
+
+
+def _ranks(values: NDArray[Any]) -> Callable[[NDArray[np.intp]], NDArray[np.float64]]:
+    """Ranks of drawn values among each other, equal ones sharing their mean, without sorting at each draw."""
+    distinct, position = np.unique(values, return_inverse=True)
+
+    def ranks(drawn: NDArray[np.intp]) -> NDArray[np.float64]:
+        counts = np.bincount(position[drawn], minlength=len(distinct))
+        return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[position[drawn]])
+
+    return ranks
 
 
 def compare(
@@ -121,6 +157,14 @@ def compare(
         for name in run.result_names:
             if results.score(run, name) is not None:
                 groups.setdefault((run.backbone, run.recipe.name, run.method, name), []).append(run)
+    resampled: dict[tuple[str, str, str, str], Resampled] = {}
+
+    def of(key: tuple[str, str, str, str], task: str) -> Resampled:
+        if key not in resampled:
+            outcomes = np.stack([results.outcomes(run, task) for run in groups[key]])
+            resampled[key] = resample(outcomes, scorer_of(task_of(task)))
+        return resampled[key]
+
     rows = []
     for (backbone, recipe, method, name), members in groups.items():
         task_name = members[0].task_of_result[name]
@@ -139,11 +183,10 @@ def compare(
             "parameters": notes[0]["parameters"],
             "training_seconds": round(float(np.mean([note["seconds"]["training"] for note in notes])), 1),
         }
-        others = groups.get((backbone, recipe, str(reference), name))
+        mine, theirs = (backbone, recipe, method, name), (backbone, recipe, str(reference), name)
         of_outcomes = task_name if members[0].kind == "sts" else f"{task_name}-head"
-        if others and method != reference and name == of_outcomes:
-            mine, theirs = (np.stack([results.outcomes(run, task_name) for run in side]) for side in (members, others))
-            found = paired_bootstrap(mine, theirs, scorer(task_of(task_name)))
+        if theirs in groups and method != reference and name == of_outcomes:
+            found = paired_bootstrap(of(mine, task_name), of(theirs, task_name))
             row["difference"] = {key: round(value, 2) for key, value in asdict(found).items()}
             row["verdict"] = found.verdict
         rows.append(row)
